@@ -1,0 +1,130 @@
+"""Checks of the operators' arguments: one line that names the argument, its shape and the remedy."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Bias = Literal["paper", "official"]
+
+EXACT_WIDTHS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
+"""Packed dtypes that say their number of bits; other numbers are packed as int64."""
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_WIDTH_OF = {dtype: bits for bits, dtype in EXACT_WIDTHS.items()}
+
+
+class Checked(NamedTuple):
+    """What the operators need beyond the tensors themselves."""
+
+    mask: Tensor | None
+    bits: int
+    beta: float
+    own_value: bool
+
+
+def check_attention(
+    codes_q: Tensor,
+    codes_k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    bias: Bias,
+    bits: int | None,
+) -> Checked:
+    """Everything `hash_attention` asks of its arguments."""
+    width = _check_codes(codes_q, codes_k, v, bits)
+    n_queries = codes_q.shape[v.ndim - 2]
+    if (is_causal or bias == "official") and n_queries != v.shape[-2]:
+        why = "is_causal=True" if is_causal else 'bias="official"'
+        raise ValueError(
+            f"{why} needs as many queries as keys, got codes_q {shape(codes_q)} and v {shape(v)}"
+        )
+    return Checked(_check_mask(mask, v), width, float(bias_value(bias, width)), bias == "official")
+
+
+def bias_value(bias: Bias, bits: int) -> int:
+    """What is added to the inner product of two codes of `bits` bits."""
+    if bias == "paper":
+        return 1 << bits.bit_length()  # 2^ceil(log2(bits + 1)) without rounding
+    if bias == "official":
+        return bits + 1
+    raise ValueError(f'bias must be "paper" or "official", got {bias!r}')
+
+
+def packed_width(name: str, packed: Tensor, bits: int | None) -> int:
+    """Number of bits of packed codes: `bits`, or what their dtype says."""
+    if bits is None:
+        bits = _WIDTH_OF.get(packed.dtype)
+        if bits is None:
+            raise ValueError(f"{name} is packed as {packed.dtype}, which does not say b: pass bits=b")
+    room = 8 * packed.element_size()
+    if not 1 <= bits <= room:
+        raise ValueError(f"bits={bits} is out of range for {name} of {packed.dtype}: 1 to {room}")
+    return bits
+
+
+def shape(x: Tensor) -> str:
+    """A tensor's shape as error messages show it."""
+    return str(tuple(x.shape))
+
+
+def _check_codes(codes_q: Tensor, codes_k: Tensor, v: Tensor, bits: int | None) -> int:
+    """Shapes, dtypes and devices agree; returns b."""
+    if v.ndim < 2:
+        raise ValueError(f"v must be (..., N, D), got {shape(v)}")
+    if v.dtype not in FLOATS:
+        raise TypeError(f"v must be fp64, fp32, bf16 or fp16, got {v.dtype} {shape(v)}")
+    widths = [_check_code("codes_q", codes_q, v, bits), _check_code("codes_k", codes_k, v, bits)]
+    if widths[0] != widths[1]:
+        raise ValueError(
+            f"codes_q and codes_k must have the same b, got {widths[0]} and {widths[1]} "
+            f"from {shape(codes_q)} and {shape(codes_k)}"
+        )
+    n_keys = codes_k.shape[v.ndim - 2]
+    if n_keys != v.shape[-2]:
+        raise ValueError(f"codes_k {shape(codes_k)} and v {shape(v)} must have the same number of tokens")
+    return widths[0]
+
+
+def _check_code(name: str, codes: Tensor, v: Tensor, bits: int | None) -> int:
+    lead = v.ndim - 2
+    packed = codes.dtype in INTEGERS and codes.ndim == v.ndim - 1
+    if codes.dtype not in INTEGERS and codes.dtype not in FLOATS:
+        raise TypeError(f"{name} must be ±1 or packed integers, got {codes.dtype} {shape(codes)}")
+    if not packed and codes.ndim != v.ndim:
+        raise ValueError(
+            f"{name} must be (..., N, b) of ±1 or (..., N) packed integers beside v {shape(v)}, "
+            f"got {codes.dtype} {shape(codes)}"
+        )
+    if codes.shape[:lead] != v.shape[:lead]:
+        raise ValueError(f"{name} {shape(codes)} and v {shape(v)} must agree in all leading dimensions")
+    if codes.device != v.device:
+        raise ValueError(f"{name} is on {codes.device}, v is on {v.device}: move one of them")
+    if packed:
+        return packed_width(name, codes, bits)
+    width = int(codes.shape[-1])
+    if width < 1 or (bits is not None and bits != width):
+        raise ValueError(f"{name} {shape(codes)} has {width} bits" + (f", but bits={bits}" if bits else ""))
+    return width
+
+
+def _check_mask(mask: Tensor | None, v: Tensor) -> Tensor | None:
+    """The mask as (..., N_k) beside v."""
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool:
+        raise TypeError(f"key_padding_mask must be bool, True where a key is padding, got {mask.dtype}")
+    n_keys = v.shape[-2]
+    if mask.shape == v.shape[:-1]:
+        return mask
+    if v.ndim == 4 and mask.shape == (v.shape[0], n_keys):
+        return mask[:, None].expand(v.shape[:-1])
+    square = mask.ndim >= 2 and mask.shape[-2:] == (n_keys, n_keys)
+    advice = "; linear attention has no N x N mask, use is_causal for causal order" if square else ""
+    raise ValueError(
+        f"key_padding_mask must be (B, N_k) = {(v.shape[0], n_keys)} or {tuple(v.shape[:-1])}, "
+        f"got {shape(mask)}{advice}"
+    )

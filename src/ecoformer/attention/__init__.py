@@ -1,0 +1,19 @@
+"""Attention mechanisms: one interface, one registry, one file each."""
+
+from ecoformer.attention.base import Attention
+from ecoformer.attention.registry import (
+    attention_class,
+    create_attention,
+    list_attentions,
+    register_attention,
+)
+from ecoformer.attention.softmax import SoftmaxAttention
+
+__all__ = [
+    "Attention",
+    "SoftmaxAttention",
+    "attention_class",
+    "create_attention",
+    "list_attentions",
+    "register_attention",
+]

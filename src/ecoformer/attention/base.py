@@ -1,0 +1,122 @@
+"""The interface that every mechanism has, and what they share: projections, heads, checks, local branch."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ecoformer.arguments import shape
+from ecoformer.attention.local import LocalBranch
+
+
+class Attention(nn.Module):
+    """Self-attention over tokens (B, N, dim) by one mechanism.
+
+    A mechanism says how heads attend (`attend`) and what it can do (the class variables); a call that asks
+    for more is refused. With `shared_qk` queries and keys are one projection, as in the paper.
+
+    Args:
+        dim: channels of a token.
+        num_heads: heads, each of dim / num_heads channels.
+        qkv_bias: whether the input projections have a bias.
+        attn_drop: dropout of attention weights, for mechanisms that have such weights.
+        proj_drop: dropout after the output projection.
+        local: k adds a depth-wise convolution of v over k neighbours in the sequence; (k, k) over a k x k
+            neighbourhood of the image, whose `grid` the call must then give. 0, the paper's, adds none.
+    """
+
+    name: ClassVar[str]
+    shared_qk: ClassVar[bool] = False
+    supports_causal: ClassVar[bool] = True
+    supports_padding: ClassVar[bool] = True
+    has_weights: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        qkv_bias: bool = True,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        local: int | tuple[int, int] = 0,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1 or dim < 1 or dim % num_heads:
+            raise ValueError(f"dim must be a multiple of num_heads, got dim={dim} and num_heads={num_heads}")
+        if attn_drop and not self.has_weights:
+            raise ValueError(
+                f"{self.name} forms no attention weights to drop: set attn_drop=0, got {attn_drop}"
+            )
+        self.dim, self.num_heads, self.head_dim = dim, num_heads, dim // num_heads
+        self.attn_drop = attn_drop
+        if self.shared_qk:
+            self.qk = nn.Linear(dim, dim, bias=qkv_bias)
+            self.v = nn.Linear(dim, dim, bias=qkv_bias)
+        else:
+            self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.local = LocalBranch(dim, local) if local else None
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
+        """Heads (B, H, N, head_dim) in and out; the mask is (B, N), True where a key is padding.
+
+        With `shared_qk`, `k` is `q`.
+        """
+        raise NotImplementedError
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """Tokens (B, N, dim) to tokens (B, N, dim).
+
+        `key_padding_mask` (B, N) is True where a token is padding; `grid` is the (height, width) whose
+        product is N, needed by a two-dimensional local branch.
+        """
+        self._check(x, key_padding_mask, is_causal)
+        q, k, v = self._project(x)
+        out = self.attend(q, k, v, key_padding_mask, is_causal)
+        out = out.transpose(1, 2).flatten(2)
+        if self.local is not None:
+            out = out + self.local(v.transpose(1, 2).flatten(2), key_padding_mask, is_causal, grid)
+        result: Tensor = self.proj_drop(self.proj(out))
+        return result
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.shared_qk:
+            q = self._heads(self.qk(x))
+            return q, q, self._heads(self.v(x))
+        q, k, v = (self._heads(part) for part in self.qkv(x).chunk(3, dim=-1))
+        return q, k, v
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], self.num_heads, self.head_dim).transpose(1, 2)
+
+    def _check(self, x: Tensor, key_padding_mask: Tensor | None, is_causal: bool) -> None:
+        if x.ndim != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x must be (B, N, {self.dim}), got {shape(x)}")
+        if is_causal and not self.supports_causal:
+            raise ValueError(f"{self.name} has no causal order: is_causal=True is not possible")
+        if key_padding_mask is None:
+            return
+        if not self.supports_padding:
+            raise ValueError(f"{self.name} takes no key_padding_mask: cut the padding off instead")
+        if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != x.shape[:2]:
+            raise ValueError(
+                f"key_padding_mask must be bool (B, N) = {tuple(x.shape[:2])}, True where a token is "
+                f"padding, got {key_padding_mask.dtype} {shape(key_padding_mask)}"
+            )
+
+    def extra_repr(self) -> str:
+        """What `print(module)` shows."""
+        return f"mechanism={self.name}, dim={self.dim}, num_heads={self.num_heads}"

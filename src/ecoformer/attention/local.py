@@ -1,0 +1,57 @@
+"""The local branch: a depth-wise convolution of v, for models that have no convolutions of their own.
+
+Affinities of codes span only a factor of three, so hashed attention cannot single out a neighbour.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ecoformer.arguments import shape
+
+
+class LocalBranch(nn.Module):
+    """Depth-wise convolution over k neighbours of the sequence, or k x k of an image.
+
+    It starts at zero, so that adding it to a trained layer changes nothing until it learns.
+    """
+
+    def __init__(self, dim: int, size: int | tuple[int, int]) -> None:
+        super().__init__()
+        sizes = (size,) if isinstance(size, int) else tuple(size)
+        if len(sizes) > 2 or any(s < 1 or s % 2 == 0 for s in sizes):
+            raise ValueError(f"local must be an odd k or a pair of odd numbers (k, k), got {size}")
+        self.sizes = sizes
+        self.weight = nn.Parameter(torch.zeros(dim, 1, *sizes))
+
+    def forward(
+        self,
+        v: Tensor,
+        key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """Values (B, N, dim) to (B, N, dim); in causal order only earlier neighbours and the token itself."""
+        if key_padding_mask is not None:
+            v = v.masked_fill(key_padding_mask.unsqueeze(-1), 0)
+        return self._image(v, is_causal, grid) if len(self.sizes) == 2 else self._sequence(v, is_causal)
+
+    def _sequence(self, v: Tensor, is_causal: bool) -> Tensor:
+        (k,) = self.sizes
+        before = k - 1 if is_causal else k // 2
+        padded = F.pad(v.mT, (before, k - 1 - before))
+        return F.conv1d(padded, self.weight, groups=v.shape[-1]).mT
+
+    def _image(self, v: Tensor, is_causal: bool, grid: tuple[int, int] | None) -> Tensor:
+        if is_causal:
+            raise ValueError(f"local={self.sizes} spans an image, which has no causal order: use local=k")
+        if grid is None or grid[0] * grid[1] != v.shape[1]:
+            raise ValueError(
+                f"local={self.sizes} needs grid=(height, width) with height x width = N, "
+                f"got grid={grid} for tokens {shape(v)}"
+            )
+        image = v.mT.unflatten(-1, grid)
+        padding = [s // 2 for s in self.sizes]
+        return F.conv2d(image, self.weight, padding=padding, groups=v.shape[-1]).flatten(2).mT

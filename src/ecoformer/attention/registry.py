@@ -1,0 +1,45 @@
+"""Mechanisms by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ecoformer.attention.base import Attention
+
+_REGISTRY: dict[str, type[Attention]] = {}
+
+A = TypeVar("A", bound=type[Attention])
+
+
+def register_attention(name: str) -> Callable[[A], A]:
+    """Class decorator: makes a mechanism known as `name`."""
+
+    def register(cls: A) -> A:
+        if name in _REGISTRY:
+            raise ValueError(f"an attention named {name!r} is registered already: {_REGISTRY[name].__name__}")
+        cls.name = name
+        _REGISTRY[name] = cls
+        return cls
+
+    return register
+
+
+def list_attentions() -> list[str]:
+    """Names that `create_attention` knows."""
+    return sorted(_REGISTRY)
+
+
+def attention_class(name: str) -> type[Attention]:
+    """The class registered as `name`."""
+    if name not in _REGISTRY:
+        close = difflib.get_close_matches(name, _REGISTRY, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(list_attentions())}"
+        raise ValueError(f"no attention is named {name!r}: {hint}")
+    return _REGISTRY[name]
+
+
+def create_attention(name: str, dim: int, num_heads: int, **kwargs: Any) -> Attention:
+    """A new attention module by name; keyword arguments as its class takes them."""
+    return attention_class(name)(dim, num_heads, **kwargs)

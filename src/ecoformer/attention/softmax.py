@@ -1,0 +1,32 @@
+"""Softmax attention, the baseline: PyTorch's fused operator."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ecoformer.attention.base import Attention
+from ecoformer.attention.registry import register_attention
+
+
+@register_attention("softmax")
+class SoftmaxAttention(Attention):
+    """Eq. (2) of the paper, by `F.scaled_dot_product_attention`."""
+
+    has_weights = True
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
+        """Weighted mean of the values by softmax of scaled products."""
+        dropout = self.attn_drop if self.training else 0.0
+        if key_padding_mask is None:
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=is_causal)
+        seen = ~key_padding_mask[:, None, None, :]
+        if is_causal:
+            n = q.shape[-2]
+            seen = seen & seen.new_ones(n, n).tril()
+        # A row that sees nothing must not become NaN; like the other mechanisms it reads zero.
+        nobody = ~seen.any(dim=-1, keepdim=True)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | nobody, dropout_p=dropout)
+        return out.masked_fill(nobody, 0)

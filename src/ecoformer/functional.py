@@ -1,0 +1,164 @@
+"""The public operators: hashed attention, packing of codes, and the sign with a straight-through gradient.
+
+Arguments are checked once, by `arguments.py`; the sums themselves live in `backends/`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ecoformer.arguments import (
+    EXACT_WIDTHS,
+    INTEGERS,
+    Bias,
+    bias_value,
+    check_attention,
+    packed_width,
+    shape,
+)
+from ecoformer.backends import Backend, Plain, Registered, eager
+from ecoformer.backends.eager import causal_product
+
+__all__ = ["bias_value", "causal_product", "choose", "hash_attention", "pack_codes", "sign_ste", "unpack_codes"]
+
+Surrogate = Literal["hardtanh", "sigmoid"]
+
+
+def hash_attention(
+    codes_q: Tensor,
+    codes_k: Tensor,
+    v: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+    bias: Bias = "paper",
+    group: dist.ProcessGroup | None = None,
+    bits: int | None = None,
+) -> Tensor:
+    """Attention whose weights are the affinities of binary codes: linear in tokens, in time and memory.
+
+    Like `F.scaled_dot_product_attention`, with codes in the place of queries and keys (Eq. 9 of the paper).
+
+    Args:
+        codes_q: (..., N_q, b) of ±1, or (..., N_q) packed integers (see `pack_codes`).
+        codes_k: (..., N_k, b) of ±1, or (..., N_k) packed integers.
+        v: (..., N_k, D) in fp64, fp32, bf16 or fp16. Sums over tokens are kept in fp32 (fp64 for fp64).
+        key_padding_mask: (B, N_k) or (..., N_k) bool, True where a key is padding, as in
+            `nn.MultiheadAttention`. A query that sees no key at all reads zero.
+        is_causal: token t sees the tokens up to and including t; needs N_q = N_k.
+        bias: "paper" adds 2^c, c = ceil(log2(b + 1)), to every affinity. "official" is what the released
+            code does: (b + 1) times the token's own value above, (b + 1) times the number of keys below.
+        group: process group over which the tokens are split, in rank order. One small message is exchanged,
+            and gradients flow through it: the loss is the sum of all ranks' losses.
+        bits: b, needed with packed codes unless their dtype says it (uint8: 8, int16: 16, int32: 32).
+
+    Returns:
+        (..., N_q, D) in v's dtype.
+    """
+    mask, width, beta, own_value = check_attention(
+        codes_q, codes_k, v, key_padding_mask, is_causal, bias, bits
+    )
+    ops = choose()
+    if is_causal:
+        state = None if group is None else _sums_before(ops.code_sums(codes_k, v, mask, width), group)
+        return ops.causal_read(codes_q, codes_k, v, mask, state, width, beta, own_value)
+    state = ops.code_sums(codes_k, v, mask, width)
+    if group is not None:
+        state = _all_reduce(state, group)
+    own = eager.without(mask, v) if own_value else None
+    return ops.code_read(codes_q, state, own, width, beta, v.dtype)
+
+
+def choose() -> type[Backend]:
+    """The registered operators; under `torch.func` plain PyTorch, which its transforms see through."""
+    return Plain if _transforming() else Registered
+
+
+def _transforming() -> bool:
+    # PyTorch's own autograd.Function asks the same question; there is no public name for it.
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+# --- codes -------------------------------------------------------------------------------------------------
+
+
+def pack_codes(codes: Tensor) -> Tensor:
+    """±1 codes (..., b) as one integer each (...), bit r of the integer being bit r of the code.
+
+    b = 8, 16 and 32 give uint8, int16 and int32, whose width says b; any other b from 1 to 64 gives int64.
+    """
+    if codes.ndim < 1 or not 1 <= codes.shape[-1] <= 64:
+        raise ValueError(f"pack_codes takes codes (..., b) with b from 1 to 64, got {shape(codes)}")
+    if not torch.compiler.is_compiling() and not bool(((codes == 1) | (codes == -1)).all()):
+        raise ValueError(f"codes {shape(codes)} must hold only +1 and -1 (NaN tokens hash to NaN)")
+    bits = codes.shape[-1]
+    # The top bit of an int64 is its sign: the sum wraps around to it, as two's complement wants.
+    weights = torch.ones(bits, dtype=torch.int64, device=codes.device) << torch.arange(
+        bits, device=codes.device
+    )
+    packed = ((codes > 0).to(torch.int64) * weights).sum(dim=-1)
+    return packed.to(EXACT_WIDTHS.get(bits, torch.int64))
+
+
+def unpack_codes(packed: Tensor, bits: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Packed integers (...) as ±1 codes (..., bits) of `dtype`: the inverse of `pack_codes`."""
+    if packed.dtype not in INTEGERS:
+        raise TypeError(f"packed codes must be integers, got {packed.dtype} {shape(packed)}")
+    return eager.unpack(packed, packed_width("packed", packed, bits), dtype)
+
+
+def sign_ste(x: Tensor, surrogate: Surrogate = "hardtanh", zero: float = 1.0) -> Tensor:
+    """sign(x) in the forward pass, the gradient of a smooth stand-in in the backward pass.
+
+    "hardtanh" passes the gradient where |x| <= 1 (the paper); "sigmoid" is that of 2 / (1 + e^-x) - 1.
+    `zero` is sign(0): +1 in the paper, 0 in the released code. NaN stays NaN.
+    """
+    with torch.no_grad():
+        codes = torch.where(x > 0, 1.0, torch.where(x < 0, -1.0, torch.where(x == 0, zero, x))).to(x.dtype)
+    if not x.requires_grad and not _transforming():
+        return codes
+    if surrogate == "hardtanh":
+        smooth = x.clamp(-1, 1)
+    elif surrogate == "sigmoid":
+        smooth = 2 * torch.sigmoid(x) - 1
+    else:
+        raise ValueError(f'surrogate must be "hardtanh" or "sigmoid", got {surrogate!r}')
+    # (smooth - smooth) is zero, so the value stays exactly ±1 while the gradient is that of `smooth`.
+    return codes + (smooth - smooth.detach())
+
+
+# --- tokens split over ranks -------------------------------------------------------------------------------
+
+
+class _AllReduce(torch.autograd.Function):
+    """Sum over ranks whose gradient is the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grads[0], ctx.group), None
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total: Tensor = _AllReduce.apply(x, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+def _sums_before(state: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The state that the tokens of all lower ranks leave behind.
+
+    Every rank fills its own slot of a row of slots, so one all-reduce hands all slots to all ranks.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    slots = [state if r == rank else torch.zeros_like(state) for r in range(size)]
+    return _all_reduce(torch.stack(slots), group)[:rank].sum(dim=0)

@@ -1,0 +1,185 @@
+"""The paper, equation by equation, in plain PyTorch.
+
+Every test compares with this file, so it is written to be read beside the paper and never to be fast:
+matrices are dense, N x N where the paper writes N x N, and one head of one sample is a matrix.
+Equation numbers are those of the EcoFormer paper (NeurIPS 2022). Shapes are (..., N, D) for tokens and
+(..., N, b) for codes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+# --- attention ---------------------------------------------------------------------------------------------
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, temperature: float | None = None) -> Tensor:
+    """Eq. (2): every query's weighted sum over all values."""
+    tau = math.sqrt(q.shape[-1]) if temperature is None else temperature
+    return torch.softmax(q @ k.mT / tau, dim=-1) @ v
+
+
+def hamming_distance(codes_q: Tensor, codes_k: Tensor) -> Tensor:
+    """Eq. (6): the number of bits in which two codes differ, for every pair."""
+    return (codes_q.unsqueeze(-2) != codes_k.unsqueeze(-3)).sum(dim=-1)
+
+
+def code_product(codes_q: Tensor, codes_k: Tensor) -> Tensor:
+    """Eq. (7): the inner product of two codes is b minus twice their Hamming distance."""
+    return codes_q.shape[-1] - 2 * hamming_distance(codes_q, codes_k)
+
+
+def bias_of(bits: int) -> int:
+    """2^c with c = ceil(log2(b + 1)): the power of two that keeps every affinity positive."""
+    return int(2 ** math.ceil(math.log2(bits + 1)))
+
+
+def hash_attention(
+    codes_q: Tensor,
+    codes_k: Tensor,
+    v: Tensor,
+    key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+    bias: str = "paper",
+) -> Tensor:
+    """Eq. (9), its upper line: affinities of all pairs, then a weighted mean of the values.
+
+    `key_padding_mask` is True where a key is padding and broadcasts to (..., N_k). `bias="official"` is what
+    the released code does: (b + 1) v_t, the token's own value, in the numerator and (b + 1) N below it.
+    """
+    bits, n_keys = codes_k.shape[-1], v.shape[-2]
+    affinity = codes_q @ codes_k.mT
+    seen = torch.ones_like(affinity, dtype=torch.bool)
+    if key_padding_mask is not None:
+        seen = seen & ~key_padding_mask.unsqueeze(-2)
+    if is_causal:
+        seen = seen & torch.ones(codes_q.shape[-2], n_keys, device=v.device).tril().bool()
+    shift = bias_of(bits) if bias == "paper" else bits + 1
+    biased = torch.where(seen, affinity + shift, 0)
+    if bias == "official":
+        values = v if key_padding_mask is None else v.masked_fill(key_padding_mask.unsqueeze(-1), 0)
+        numerator = torch.where(seen, affinity, 0) @ v + shift * values
+    else:
+        numerator = biased @ v
+    denominator = biased.sum(dim=-1, keepdim=True)
+    nobody = ~seen.any(dim=-1, keepdim=True)
+    return torch.where(nobody, 0, numerator / denominator.masked_fill(nobody, 1))
+
+
+# --- hash functions ----------------------------------------------------------------------------------------
+
+
+def unit(tokens: Tensor) -> Tensor:
+    """Tokens scaled to unit length, as Eq. (4) assumes; a zero vector stays zero."""
+    length = tokens.norm(dim=-1, keepdim=True)
+    return tokens / length.masked_fill(length == 0, 1)
+
+
+def squared_distances(tokens: Tensor, support: Tensor) -> Tensor:
+    """|q_i - q_(j)|^2 for every token and support sample, by its definition."""
+    return (tokens.unsqueeze(-2) - support.unsqueeze(-3)).square().sum(dim=-1)
+
+
+def rbf_kernel(tokens: Tensor, support: Tensor, sigma: Tensor | float) -> Tensor:
+    """The Gaussian kernel exp(-d^2 / (2 sigma)); sigma is a mean squared distance."""
+    return torch.exp(-squared_distances(tokens, support) / (2 * sigma))
+
+
+def sign(x: Tensor) -> Tensor:
+    """sign(u) = 1 if u >= 0 else -1 (section 3.3)."""
+    return torch.where(x >= 0, 1.0, -1.0).to(x)
+
+
+def hash_codes(tokens: Tensor, support: Tensor, sigma: Tensor | float, mean: Tensor, a: Tensor) -> Tensor:
+    """Eqs. (10) and (11): H(Q) = sign(g(Q) A) with g the zero-mean kernel features."""
+    g = rbf_kernel(unit(tokens), support, sigma) - mean
+    return sign(g @ a)
+
+
+# --- self-supervised learning --------------------------------------------------------------------------------
+
+
+def pairwise_labels(tokens: Tensor, l: int) -> Tensor:  # noqa: E741  (the paper's letter)
+    """Eq. (13): +1 for the l largest attention scores of a row, -1 for the l smallest, else 0.
+
+    A token is no pair with itself: its own score is always the largest and its own code always agrees,
+    so the label would say nothing.
+    """
+    x = unit(tokens)
+    scores = x @ x.mT
+    own = torch.eye(scores.shape[-1], dtype=torch.bool, device=tokens.device)
+    similar = scores.masked_fill(own, -torch.inf).topk(l, dim=-1).indices
+    dissimilar = scores.masked_fill(own, torch.inf).topk(l, dim=-1, largest=False).indices
+    labels = torch.zeros_like(scores)
+    return labels.scatter(-1, similar, 1.0).scatter(-1, dissimilar, -1.0)
+
+
+def objective(codes: Tensor, labels: Tensor) -> Tensor:
+    """Eq. (12): |H H^T - b Y|^2 in the Frobenius norm."""
+    return (codes @ codes.mT - codes.shape[-1] * labels).square().sum(dim=(-2, -1))
+
+
+def residual(codes: Tensor, labels: Tensor, bits: int) -> Tensor:
+    """b Y - sum_t h_t h_t^T over the bits learned so far (the columns of `codes`)."""
+    return bits * labels - codes @ codes.mT
+
+
+def bit_score(bit: Tensor, residual_matrix: Tensor) -> Tensor:
+    """h^T R h, the part of Eq. (14) that a new bit can change; larger is better."""
+    return torch.einsum("...i,...ij,...j->...", bit, residual_matrix, bit)
+
+
+def learn_bits(
+    features: Tensor,
+    labels: Tensor,
+    bits: int,
+    steps: int = 100,
+    lr: float = 5e-4,
+    momentum: float = 0.9,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Bits learned one after another with the residual as a dense matrix, at the released solver's settings.
+
+    `features` (B, N, m) are the zero-mean kernel features of one head, `labels` (B, N, N). The loss is
+    -h^T R h / (N b), averaged over the batch, with 2 / (1 + e^-y) - 1 in the place of sign(y); SGD with
+    Nesterov's momentum; a bit is kept only if its discrete loss fell. Returns A (m, b).
+    """
+    _, n, m = features.shape
+    a = torch.randn(m, bits, generator=generator, dtype=features.dtype).to(features.device)
+    codes = features.new_zeros(*features.shape[:2], 0)
+    for r in range(bits):
+        left = residual(codes, labels, bits)
+        start = a[:, r].clone()
+        weight = start.clone().requires_grad_()
+        optimiser = torch.optim.SGD([weight], lr=lr, momentum=momentum, nesterov=True)
+        for _ in range(steps):
+            relaxed = 2 * torch.sigmoid(features @ weight) - 1
+            loss = -(bit_score(relaxed, left) / (n * bits)).mean()
+            optimiser.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+        learned = weight.detach()
+        before = bit_score(sign(features @ start), left).mean()
+        after = bit_score(sign(features @ learned), left).mean()
+        a[:, r] = learned if after > before else start
+        codes = torch.cat([codes, sign(features @ a[:, r : r + 1])], dim=-1)
+    return a
+
+
+def recall(codes: Tensor, tokens: Tensor, l: int) -> Tensor:  # noqa: E741
+    """Share of each token's l nearest neighbours (by attention score) among its l nearest codes.
+
+    Codes tie often, so this is the expected recall when ties are broken at random.
+    """
+    affinity = codes @ codes.mT
+    own = torch.eye(affinity.shape[-1], dtype=torch.bool, device=codes.device)
+    affinity = affinity.masked_fill(own, -torch.inf)
+    wanted = pairwise_labels(tokens, l) > 0
+    cut = affinity.topk(l, dim=-1).values[..., -1:]
+    above, level = affinity > cut, affinity == cut
+    chance = (l - above.sum(-1)) / level.sum(-1)
+    found = (above & wanted).sum(-1) + (level & wanted).sum(-1) * chance
+    return (found / l).mean(dim=-1)

@@ -1,0 +1,69 @@
+"""Causal hashed attention over a stream: a state of fixed size in the place of a growing cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ecoformer.arguments import Bias, bias_value, check_attention, shape
+from ecoformer.functional import choose
+
+_EXACT_COUNT = 1 << 24
+"""Largest number up to which fp32 counts every token."""
+
+
+class HashAttentionState:
+    """What causal attention remembers of the tokens seen: b x D + b + D + 1 numbers a head.
+
+    `update` takes one or many tokens and gives what `hash_attention(..., is_causal=True)` over all tokens so
+    far would give for them. Gradients flow through the state from call to call, as in a recurrent network;
+    `detach()` cuts them, `reset()` forgets everything.
+    """
+
+    def __init__(self, bias: Bias = "paper") -> None:
+        bias_value(bias, 1)  # an unknown bias is refused here, not at the first token
+        self.bias: Bias = bias
+        self.sums: Tensor | None = None
+        self.tokens_seen = 0
+
+    def update(
+        self,
+        codes_q: Tensor,
+        codes_k: Tensor,
+        v: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        bits: int | None = None,
+    ) -> Tensor:
+        """Take the next tokens (arguments as in `hash_attention`) and return their outputs (..., N, D)."""
+        checked = check_attention(codes_q, codes_k, v, key_padding_mask, True, self.bias, bits)
+        mask, width, beta, own_value = checked
+        expected = (*v.shape[:-2], width + 1, v.shape[-1] + 1)
+        if self.sums is not None and self.sums.shape != expected:
+            raise ValueError(
+                f"the state holds {shape(self.sums)}, but codes_k {shape(codes_k)} and v {shape(v)} "
+                f"need {expected}: keep batch, heads, bits and D, or reset() the state"
+            )
+        ops = choose()
+        out = ops.causal_read(codes_q, codes_k, v, mask, self.sums, width, beta, own_value)
+        new = ops.code_sums(codes_k, v, mask, width)
+        self.sums = new if self.sums is None else self.sums + new
+        self.tokens_seen += v.shape[-2]
+        if self.tokens_seen > _EXACT_COUNT:
+            self.sums = self.sums.to(torch.float64)
+        return out
+
+    def detach(self) -> HashAttentionState:
+        """Cut the gradient to earlier tokens; returns the state itself."""
+        if self.sums is not None:
+            self.sums = self.sums.detach()
+        return self
+
+    def reset(self) -> HashAttentionState:
+        """Forget all tokens; returns the state itself."""
+        self.sums, self.tokens_seen = None, 0
+        return self
+
+    def numbers_per_head(self) -> int:
+        """How many numbers a head's state holds, whatever the number of tokens seen."""
+        return 0 if self.sums is None else self.sums.shape[-2] * self.sums.shape[-1]
