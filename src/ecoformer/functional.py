@@ -23,7 +23,15 @@ from ecoformer.arguments import (
 from ecoformer.backends import Backend, Plain, Registered, eager
 from ecoformer.backends.eager import causal_product
 
-__all__ = ["bias_value", "causal_product", "choose", "hash_attention", "pack_codes", "sign_ste", "unpack_codes"]
+__all__ = [
+    "bias_value",
+    "causal_product",
+    "choose",
+    "hash_attention",
+    "pack_codes",
+    "sign_ste",
+    "unpack_codes",
+]
 
 Surrogate = Literal["hardtanh", "sigmoid"]
 
@@ -83,9 +91,6 @@ def _transforming() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
-# --- codes -------------------------------------------------------------------------------------------------
-
-
 def pack_codes(codes: Tensor) -> Tensor:
     """±1 codes (..., b) as one integer each (...), bit r of the integer being bit r of the code.
 
@@ -129,9 +134,6 @@ def sign_ste(x: Tensor, surrogate: Surrogate = "hardtanh", zero: float = 1.0) ->
         raise ValueError(f'surrogate must be "hardtanh" or "sigmoid", got {surrogate!r}')
     # (smooth - smooth) is zero, so the value stays exactly ±1 while the gradient is that of `smooth`.
     return codes + (smooth - smooth.detach())
-
-
-# --- tokens split over ranks -------------------------------------------------------------------------------
 
 
 class _AllReduce(torch.autograd.Function):

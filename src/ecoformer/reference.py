@@ -13,8 +13,6 @@ import math
 import torch
 from torch import Tensor
 
-# --- attention ---------------------------------------------------------------------------------------------
-
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, temperature: float | None = None) -> Tensor:
     """Eq. (2): every query's weighted sum over all values."""
@@ -69,12 +67,9 @@ def hash_attention(
     return torch.where(nobody, 0, numerator / denominator.masked_fill(nobody, 1))
 
 
-# --- hash functions ----------------------------------------------------------------------------------------
-
-
 def unit(tokens: Tensor) -> Tensor:
     """Tokens scaled to unit length, as Eq. (4) assumes; a zero vector stays zero."""
-    length = tokens.norm(dim=-1, keepdim=True)
+    length = torch.linalg.vector_norm(tokens, dim=-1, keepdim=True)
     return tokens / length.masked_fill(length == 0, 1)
 
 
@@ -97,9 +92,6 @@ def hash_codes(tokens: Tensor, support: Tensor, sigma: Tensor | float, mean: Ten
     """Eqs. (10) and (11): H(Q) = sign(g(Q) A) with g the zero-mean kernel features."""
     g = rbf_kernel(unit(tokens), support, sigma) - mean
     return sign(g @ a)
-
-
-# --- self-supervised learning --------------------------------------------------------------------------------
 
 
 def pairwise_labels(tokens: Tensor, l: int) -> Tensor:  # noqa: E741  (the paper's letter)

@@ -1,6 +1,13 @@
 """Attention mechanisms: one interface, one registry, one file each."""
 
 from ecoformer.attention.base import Attention
+from ecoformer.attention.eco import (
+    BiEcoAttention,
+    EcoAttention,
+    HashedAttention,
+    KlshEcoAttention,
+    LshEcoAttention,
+)
 from ecoformer.attention.registry import (
     attention_class,
     create_attention,
@@ -11,6 +18,11 @@ from ecoformer.attention.softmax import SoftmaxAttention
 
 __all__ = [
     "Attention",
+    "BiEcoAttention",
+    "EcoAttention",
+    "HashedAttention",
+    "KlshEcoAttention",
+    "LshEcoAttention",
     "SoftmaxAttention",
     "attention_class",
     "create_attention",

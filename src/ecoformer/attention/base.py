@@ -11,6 +11,13 @@ from ecoformer.arguments import shape
 from ecoformer.attention.local import LocalBranch
 
 
+def head_dim_of(dim: int, num_heads: int) -> int:
+    """Channels of a head."""
+    if num_heads < 1 or dim < 1 or dim % num_heads:
+        raise ValueError(f"dim must be a multiple of num_heads, got dim={dim} and num_heads={num_heads}")
+    return dim // num_heads
+
+
 class Attention(nn.Module):
     """Self-attention over tokens (B, N, dim) by one mechanism.
 
@@ -44,13 +51,11 @@ class Attention(nn.Module):
         local: int | tuple[int, int] = 0,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or dim < 1 or dim % num_heads:
-            raise ValueError(f"dim must be a multiple of num_heads, got dim={dim} and num_heads={num_heads}")
+        self.dim, self.num_heads, self.head_dim = dim, num_heads, head_dim_of(dim, num_heads)
         if attn_drop and not self.has_weights:
             raise ValueError(
                 f"{self.name} forms no attention weights to drop: set attn_drop=0, got {attn_drop}"
             )
-        self.dim, self.num_heads, self.head_dim = dim, num_heads, dim // num_heads
         self.attn_drop = attn_drop
         if self.shared_qk:
             self.qk = nn.Linear(dim, dim, bias=qkv_bias)

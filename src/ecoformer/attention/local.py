@@ -52,6 +52,6 @@ class LocalBranch(nn.Module):
                 f"local={self.sizes} needs grid=(height, width) with height x width = N, "
                 f"got grid={grid} for tokens {shape(v)}"
             )
-        image = v.mT.unflatten(-1, grid)
+        image = v.mT.reshape(*v.mT.shape[:2], *grid)
         padding = [s // 2 for s in self.sizes]
         return F.conv2d(image, self.weight, padding=padding, groups=v.shape[-1]).flatten(2).mT

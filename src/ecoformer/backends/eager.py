@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 _CHUNK = 64
 """Tokens of a causal block: in-block work grows with it, the number of stored states shrinks."""
@@ -52,7 +53,7 @@ def full_precision(device: torch.device) -> torch.autocast:
 
 
 def sums(codes: Tensor, v: Tensor, mask: Tensor | None, bits: int) -> Tensor:
-    """State of (..., b + 1, D + 1) from keys' codes and values (..., N, D); `mask` (..., N) True = padding."""
+    """State (..., b + 1, D + 1) from keys' codes and values (..., N, D); `mask` (..., N) marks padding."""
     with full_precision(v.device):
         dtype = accumulator(v.dtype)
         h = without(mask, signs(codes, is_packed(codes, v), bits, dtype))
@@ -172,5 +173,5 @@ def _causal_span(a: Tensor, b: Tensor, c: Tensor, carry: Tensor) -> tuple[Tensor
 
 def _blocks(x: Tensor) -> Tensor:
     """(..., N, D) padded with zeros to (..., blocks, _CHUNK, D)."""
-    short = -x.shape[-2] % _CHUNK
-    return torch.nn.functional.pad(x, (0, 0, 0, short)).unflatten(-2, (-1, _CHUNK))
+    padded = F.pad(x, (0, 0, 0, -x.shape[-2] % _CHUNK))
+    return padded.reshape(*x.shape[:-2], -1, _CHUNK, x.shape[-1])

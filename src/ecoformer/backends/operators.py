@@ -33,9 +33,6 @@ def _state_grad(h: Tensor, to_top: Tensor, beta: float, own_value: bool) -> Tens
     return torch.cat([h.mT @ to_top, row], dim=-2)
 
 
-# --- keys to state -----------------------------------------------------------------------------------------
-
-
 @torch.library.custom_op(
     "ecoformer::code_sums",
     mutates_args=(),
@@ -73,9 +70,6 @@ def _sums_backward(ctx: Any, grad: Tensor) -> Grads:
 code_sums.register_autograd(_sums_backward, setup_context=_sums_setup)
 
 
-# --- queries read the state --------------------------------------------------------------------------------
-
-
 @torch.library.custom_op(
     "ecoformer::code_read",
     mutates_args=(),
@@ -89,9 +83,7 @@ def code_read(
 
 
 @code_read.register_fake
-def _(
-    codes: Tensor, state: Tensor, own: Tensor | None, bits: int, beta: float, dtype: torch.dtype
-) -> Tensor:
+def _(codes: Tensor, state: Tensor, own: Tensor | None, bits: int, beta: float, dtype: torch.dtype) -> Tensor:
     n = codes.shape[-1 if is_packed(codes, state) else -2]
     return state.new_empty(*state.shape[:-2], n, state.shape[-1] - 1, dtype=dtype)
 
@@ -117,9 +109,6 @@ def _read_backward(ctx: Any, grad: Tensor) -> Grads:
 
 
 code_read.register_autograd(_read_backward, setup_context=_read_setup)
-
-
-# --- both in causal order ----------------------------------------------------------------------------------
 
 
 @torch.library.custom_op(

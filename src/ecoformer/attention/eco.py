@@ -1,0 +1,163 @@
+"""Hashed attention as a module: the paper's, and the same with other hash functions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from ecoformer.arguments import Bias, bias_value
+from ecoformer.attention.base import Attention, head_dim_of
+from ecoformer.attention.registry import register_attention
+from ecoformer.attention.weights import carry_over, projections_of
+from ecoformer.functional import Surrogate, hash_attention
+from ecoformer.hashing import Hasher, KernelHasher, KlshHasher, LshHasher, SignHasher
+
+
+class HashedAttention(Attention):
+    """Queries and keys share one projection; a hasher turns it into codes; codes attend to values.
+
+    Args:
+        dim: channels of a token.
+        num_heads: heads, each with hash functions of its own.
+        hasher: tokens to codes, for `num_heads` heads of dim / num_heads channels.
+        bias: "paper" or "official", see `hash_attention`.
+        kwargs: `qkv_bias`, `proj_drop`, `local`, as every mechanism takes them.
+    """
+
+    shared_qk = True
+
+    def __init__(
+        self, dim: int, num_heads: int, hasher: Hasher, *, bias: Bias = "paper", **kwargs: Any
+    ) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        bias_value(bias, hasher.bits)
+        self.bias: Bias = bias
+        self.hasher = hasher
+
+    @classmethod
+    @torch.no_grad()
+    def from_softmax(cls, layer: nn.Module, **kwargs: Any) -> Self:
+        """A layer that starts from the weights of a softmax layer; its hasher is still to be fitted.
+
+        `layer` is an `nn.MultiheadAttention`, a `SoftmaxAttention`, or a layer with `qkv`, `proj` and
+        `num_heads` like timm's. Queries' weights serve queries and keys. Device, dtype and mode are kept.
+        """
+        source = projections_of(layer)
+        kwargs.setdefault("qkv_bias", source.q_bias is not None)
+        new = cls(source.q.shape[1], source.num_heads, **kwargs)
+        carry_over(source, new)
+        for module in (new.qk, new.v, new.proj):
+            module.to(dtype=source.q.dtype)
+        return new.to(source.q.device).train(layer.training)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
+        """Hash the shared queries and keys once, then attend."""
+        if is_causal and not self.hasher.token_wise:
+            raise ValueError(
+                'sigma="input" looks at all tokens of a sample, so codes have no causal order: '
+                'use sigma="stored" with is_causal=True'
+            )
+        codes = self.hasher(q, key_padding_mask)
+        return hash_attention(
+            codes, codes, v, key_padding_mask=key_padding_mask, is_causal=is_causal, bias=self.bias
+        )
+
+
+class _KernelAttention(HashedAttention):
+    """Hashed attention with kernelised hash functions of one class."""
+
+    hasher_class: type[KernelHasher] = KernelHasher
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        bits: int = 16,
+        support: int = 25,
+        sigma: Literal["stored", "input"] = "stored",
+        trainable: bool = False,
+        surrogate: Surrogate = "hardtanh",
+        sign_of_zero: int = 1,
+        bias: Bias = "paper",
+        **kwargs: Any,
+    ) -> None:
+        hasher = self.hasher_class(
+            num_heads,
+            head_dim_of(dim, num_heads),
+            bits,
+            support,
+            sigma=sigma,
+            trainable=trainable,
+            surrogate=surrogate,
+            sign_of_zero=sign_of_zero,
+        )
+        super().__init__(dim, num_heads, hasher, bias=bias, **kwargs)
+
+
+@register_attention("eco")
+class EcoAttention(_KernelAttention):
+    """The paper's attention: learned kernelised hash functions, 16 bits from 25 support samples.
+
+    Keyword arguments `bits`, `support`, `sigma`, `trainable`, `surrogate` and `sign_of_zero` are those of
+    `KernelHasher`, `bias` is that of `hash_attention`, the rest are those of every mechanism.
+    """
+
+
+@register_attention("klsh_eco")
+class KlshEcoAttention(_KernelAttention):
+    """EcoFormer with kernelised locality-sensitive hashing: drawn, not learned, weights."""
+
+    hasher_class = KlshHasher
+
+
+@register_attention("lsh_eco")
+class LshEcoAttention(HashedAttention):
+    """EcoFormer with locality-sensitive hashing by random hyperplanes."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        bits: int = 16,
+        seed: int = 0,
+        surrogate: Surrogate = "hardtanh",
+        bias: Bias = "paper",
+        **kwargs: Any,
+    ) -> None:
+        hasher = LshHasher(num_heads, head_dim_of(dim, num_heads), bits, seed=seed, surrogate=surrogate)
+        super().__init__(dim, num_heads, hasher, bias=bias, **kwargs)
+
+
+@register_attention("bi_eco")
+class BiEcoAttention(HashedAttention):
+    """EcoFormer with plain binarisation of features in the place of hash functions.
+
+    The paper's cost figures for it fit 256 features, which is the default; `features="channels"` binarises
+    queries and keys themselves, with one bit a channel.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        bits: int | None = None,
+        features: Literal["channels", "fourier"] = "fourier",
+        seed: int = 0,
+        surrogate: Surrogate = "hardtanh",
+        bias: Bias = "paper",
+        **kwargs: Any,
+    ) -> None:
+        if bits is None and features == "fourier":
+            bits = 256
+        hasher = SignHasher(
+            num_heads, head_dim_of(dim, num_heads), bits, features=features, seed=seed, surrogate=surrogate
+        )
+        super().__init__(dim, num_heads, hasher, bias=bias, **kwargs)

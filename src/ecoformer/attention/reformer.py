@@ -1,0 +1,146 @@
+"""Reformer: attention within chunks of tokens that random rotations hash alike."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ecoformer.attention.base import Attention
+from ecoformer.attention.registry import register_attention
+from ecoformer.backends.eager import accumulator, full_precision, without
+
+_SELF = -5e4
+"""Logit of a token's own key: it counts only where nothing else is seen."""
+
+
+@register_attention("reformer")
+class ReformerAttention(Attention):
+    """Kitaev et al., ICLR 2020: LSH attention, queries and keys being one projection.
+
+    Every round sorts the tokens by hash and cuts them into chunks of `bucket_size`; a chunk attends to
+    itself and to the chunk before, that of the first being the last one of the round before. Rounds are
+    merged by their log-sum-exp. This is reformer-pytorch's `LSHAttention` with its default flags, with two
+    differences: rotations are drawn once, not anew at every call, and padding is sorted behind all tokens,
+    so that what it holds changes nothing. The sequence is padded likewise to whole pairs of chunks.
+
+    In causal order no earlier token reads a later one's key or value. Which earlier tokens share a chunk
+    does depend on the hashes of later ones, as in the original.
+
+    Args:
+        dim: channels of a token.
+        num_heads: heads.
+        bucket_size: tokens of a chunk.
+        rounds: independent hashes of every token.
+        max_buckets: most hash values of a round; there are as many as chunks up to this number. Even.
+        seed: of the rotations, which are a buffer: they are saved.
+        kwargs: those of `Attention`.
+    """
+
+    shared_qk = True
+    has_weights = True
+    rotations: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        bucket_size: int = 64,
+        rounds: int = 2,
+        max_buckets: int = 512,
+        seed: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        if bucket_size < 1:
+            raise ValueError(f"bucket_size must be at least 1, got {bucket_size}")
+        if rounds < 1:
+            raise ValueError(f"rounds must be at least 1, got {rounds}")
+        if max_buckets < 2 or max_buckets % 2:
+            raise ValueError(f"max_buckets must be even and at least 2, got {max_buckets}")
+        self.bucket_size, self.rounds, self.max_buckets = bucket_size, rounds, max_buckets
+        generator = torch.Generator("cpu").manual_seed(seed)
+        shape = (self.head_dim, rounds, max_buckets // 2)
+        rotations = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        self.register_buffer("rotations", rotations.to(self.proj.weight))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
+        """Every round's attention within chunks, merged by the rounds' log-sum-exp."""
+        n = q.shape[-2]
+        short = -n % (2 * self.bucket_size)
+        padding = q.new_zeros(q.shape[0], 1, n, dtype=torch.bool)
+        if key_padding_mask is not None:
+            padding = key_padding_mask[:, None]
+        qk, values = (F.pad(without(padding, x), (0, 0, 0, short)) for x in (q, v))
+        padding = F.pad(padding, (0, short), value=True).expand(qk.shape[:-1])
+
+        order = self._order(qk, padding)
+        out, mass = self._chunks(qk, values, padding, order, is_causal)
+        back = order.argsort(dim=-1)
+        out, mass = _take(out, back), _take(mass, back)
+        merged = (out * mass.softmax(dim=2)).sum(dim=2)
+        return merged[..., :n, :].to(v.dtype)
+
+    def _order(self, qk: Tensor, padding: Tensor) -> Tensor:
+        """Token numbers (B, H, rounds, N), sorted by hash and position, padding last."""
+        buckets = min(qk.shape[-2] // self.bucket_size, self.max_buckets)
+        with torch.no_grad(), full_precision(qk.device):
+            dtype = accumulator(qk.dtype)
+            rotations = self.rotations[..., : buckets // 2].to(dtype)
+            rotated = torch.einsum("bhnd,drc->bhrnc", qk.to(dtype), rotations)
+            hashes = torch.cat([rotated, -rotated], dim=-1).argmax(dim=-1)
+            hashes = hashes.masked_fill(padding.unsqueeze(2), buckets)
+            return hashes.sort(dim=-1, stable=True).indices
+
+    def _chunks(
+        self, qk: Tensor, v: Tensor, padding: Tensor, order: Tensor, is_causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs (B, H, rounds, N, D) and their log-sum-exp (B, H, rounds, N, 1), in sorted order."""
+        everything = (qk, v, padding.unsqueeze(-1))
+        q, values, padded = (self._cut(_take(_per_round(x, order), order)) for x in everything)
+        tokens = self._cut(order.unsqueeze(-1))
+        # fp16 has no room for the epsilon that keeps zero vectors from dividing by zero.
+        unit = F.normalize(q.to(accumulator(q.dtype)), dim=-1).to(q.dtype)
+        keys, values, padded, others = (_and_before(x) for x in (unit, values, padded, tokens))
+
+        hidden = padded.mT
+        if is_causal:
+            hidden = hidden | (tokens < others.mT)
+        logits = (q @ keys.mT).to(accumulator(v.dtype)) / math.sqrt(self.head_dim)
+        logits = logits.masked_fill(tokens == others.mT, _SELF)
+        logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
+        mass = logits.logsumexp(dim=-1, keepdim=True)
+        weights = (logits - mass).exp().masked_fill(hidden, 0)  # a row that sees nothing reads zero
+        weights = F.dropout(weights, self.attn_drop, self.training)
+        out = (weights.to(v.dtype) @ values).to(logits.dtype)
+        return out.reshape(*order.shape, -1), mass.reshape(*order.shape, 1)
+
+    def _cut(self, x: Tensor) -> Tensor:
+        """(B, H, rounds, N, D) as (B, H, chunks of all rounds, bucket_size, D)."""
+        return x.reshape(*x.shape[:2], -1, self.bucket_size, x.shape[-1])
+
+    def extra_repr(self) -> str:
+        """What `print(module)` shows."""
+        return f"{super().extra_repr()}, bucket_size={self.bucket_size}, rounds={self.rounds}"
+
+
+def _per_round(x: Tensor, order: Tensor) -> Tensor:
+    """(B, H, N, D) as (B, H, rounds, N, D)."""
+    # Gathering from a view per round addresses every row once, so that the backward adds in a fixed order.
+    return x.unsqueeze(2).expand(*order.shape, x.shape[-1])
+
+
+def _take(x: Tensor, order: Tensor) -> Tensor:
+    """Rows of `x` (..., N, D) in the given order (..., N)."""
+    return x.gather(-2, order.unsqueeze(-1).expand(*order.shape, x.shape[-1]))
+
+
+def _and_before(x: Tensor) -> Tensor:
+    """Every chunk of (B, H, chunks, size, D) followed by the chunk before it."""
+    return torch.cat([x, x.roll(1, dims=2)], dim=3)

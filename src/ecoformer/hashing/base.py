@@ -1,0 +1,195 @@
+"""What every hasher is: tokens (B, H, N, D) to codes (B, H, N, b), learned or drawn head by head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from ecoformer.arguments import shape
+from ecoformer.functional import Surrogate, sign_ste
+from ecoformer.hashing.quality import HashQuality, hash_quality
+from ecoformer.hashing.ranks import broadcast_state, gather_tokens, same_order
+from ecoformer.hashing.solver import FitOptions, Tick
+
+
+class UnfittedHasherError(RuntimeError):
+    """Codes were asked of a hasher that has learned nothing yet."""
+
+
+class Hasher(nn.Module):
+    """Hash functions of one attention layer.
+
+    A hasher computes a real number for every bit (`project`) and takes its sign. In the backward pass the
+    sign is replaced by a stand-in (`surrogate`), so the tokens get a gradient. All state is in buffers,
+    `fitted` included, so it is saved, loaded and moved with the module.
+
+    Args:
+        num_heads: heads; each has its own hash functions.
+        head_dim: D, channels of a head.
+        bits: b, length of a code.
+        surrogate: gradient of the sign, see `sign_ste`.
+        sign_of_zero: +1 in the paper, 0 in the released code.
+    """
+
+    fitted: Tensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        bits: int = 16,
+        *,
+        surrogate: Surrogate = "hardtanh",
+        sign_of_zero: int = 1,
+    ) -> None:
+        super().__init__()
+        for name, value in (("num_heads", num_heads), ("head_dim", head_dim), ("bits", bits)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if sign_of_zero not in (-1, 0, 1):
+            raise ValueError(f"sign_of_zero must be -1, 0 or 1, got {sign_of_zero}")
+        self.num_heads, self.head_dim, self.bits = num_heads, head_dim, bits
+        self.surrogate, self.sign_of_zero = surrogate, float(sign_of_zero)
+        self.register_buffer("fitted", torch.tensor(False))
+        self._known_fitted = False
+
+    def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
+        """Real numbers (B, H, N, b) whose signs are the codes; `valid` (B, N) is False for padding."""
+        raise NotImplementedError
+
+    @property
+    def token_wise(self) -> bool:
+        """Whether a token's code depends on that token alone."""
+        return True
+
+    def learn(
+        self,
+        tokens: Tensor,
+        valid: Tensor | None,
+        generator: torch.Generator,
+        options: FitOptions,
+        tick: Tick | None,
+    ) -> None:
+        """Set the buffers from tokens (B, H, N, D) of fp32 or fp64, all of them finite."""
+        raise NotImplementedError
+
+    def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Codes (B, H, N, b) of ±1 in the tokens' dtype; `key_padding_mask` (B, N) is True for padding."""
+        self._check(tokens, key_padding_mask)
+        self._require_fitted()
+        # Codes hang on the sign of small differences: half precision would flip them.
+        with torch.autocast(tokens.device.type, enabled=False):
+            wide = tokens if tokens.dtype == torch.float64 else tokens.float()
+            y = self.project(wide, None if key_padding_mask is None else ~key_padding_mask)
+            return sign_ste(y, self.surrogate, self.sign_of_zero).to(tokens.dtype)
+
+    @torch.no_grad()
+    def fit(
+        self,
+        tokens: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        seed: int = 0,
+        options: FitOptions | None = None,
+        group: dist.ProcessGroup | None = None,
+        tick: Tick | None = None,
+    ) -> Self:
+        """Learn the hash functions from tokens (B, H, N, D); returns the hasher itself.
+
+        Args:
+            tokens: what the layer hashes. Attention scores are those within a sample.
+            key_padding_mask: (B, N), True for padding, which teaches nothing.
+            seed: same seed and same samples, same result, in whatever order and on however many ranks.
+            options: how to learn, see `FitOptions`.
+            group: process group whose ranks each hold some of the samples; all learn from all.
+            tick: called once for every bit learned.
+        """
+        self._check(tokens, key_padding_mask)
+        tokens = tokens.detach()
+        tokens = tokens if tokens.dtype == torch.float64 else tokens.float()
+        valid = None if key_padding_mask is None else ~key_padding_mask
+        if group is not None:
+            tokens, valid = gather_tokens(tokens, valid, group)
+        self._check_learnable(tokens, valid)
+        tokens, valid = same_order(tokens, valid)
+        with torch.autocast(tokens.device.type, enabled=False):
+            generator = torch.Generator().manual_seed(seed)
+            self.learn(tokens, valid, generator, options or FitOptions(), tick)
+        self._set_fitted()
+        if group is not None:
+            broadcast_state(self, group)
+        return self
+
+    @torch.no_grad()
+    def quality(
+        self, tokens: Tensor, neighbours: int = 10, key_padding_mask: Tensor | None = None
+    ) -> HashQuality:
+        """Objective and recall of the codes on tokens (B, H, N, D), preferably not those of `fit`."""
+        codes = self(tokens, key_padding_mask)
+        wide = tokens if tokens.dtype == torch.float64 else tokens.float()
+        return hash_quality(codes, wide, neighbours, None if key_padding_mask is None else ~key_padding_mask)
+
+    def extra_repr(self) -> str:
+        """What `print(module)` shows."""
+        return (
+            f"num_heads={self.num_heads}, head_dim={self.head_dim}, bits={self.bits}, "
+            f"fitted={bool(self.fitted) if self.fitted.device.type != 'meta' else 'meta'}"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Keep the hash functions in fp32 when the model goes to half precision: they are small and exact."""
+
+        def keep_wide(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            halved = moved.dtype in (torch.float16, torch.bfloat16)
+            return tensor.to(moved.device) if halved and tensor.is_floating_point() else moved
+
+        return super()._apply(keep_wide, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _set_fitted(self) -> None:
+        self.fitted.fill_(True)
+        self._known_fitted = True
+
+    def _require_fitted(self) -> None:
+        # The buffer is asked only until it says yes: reading it would stall a GPU in every call.
+        if self._known_fitted:
+            return
+        if not bool(self.fitted):
+            raise UnfittedHasherError(
+                f"{type(self).__name__} is not fitted: call its fit(tokens), or "
+                "ecoformer.fit_hashers(model, batches) for a whole model"
+            )
+        self._known_fitted = True
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._known_fitted = False
+
+    def _check(self, tokens: Tensor, key_padding_mask: Tensor | None) -> None:
+        expected = f"(B, {self.num_heads}, N, {self.head_dim})"
+        if tokens.ndim != 4 or tokens.shape[1] != self.num_heads or tokens.shape[3] != self.head_dim:
+            raise ValueError(f"tokens must be {expected}, got {shape(tokens)}")
+        if not tokens.is_floating_point():
+            raise TypeError(f"tokens must be floating point, got {tokens.dtype} {shape(tokens)}")
+        if key_padding_mask is None:
+            return
+        wanted = (tokens.shape[0], tokens.shape[2])
+        if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != wanted:
+            raise ValueError(
+                f"key_padding_mask must be bool (B, N) = {wanted}, "
+                f"got {key_padding_mask.dtype} {shape(key_padding_mask)}"
+            )
+
+    def _check_learnable(self, tokens: Tensor, valid: Tensor | None) -> None:
+        seen = tokens if valid is None else tokens.masked_fill(~valid[:, None, :, None], 0)
+        broken = int((~seen.isfinite()).flatten(1).any(dim=1).sum())
+        if broken:
+            raise ValueError(
+                f"tokens {shape(tokens)} hold NaN or infinity in {broken} of {len(tokens)} samples: "
+                "hash functions cannot be learned from them"
+            )

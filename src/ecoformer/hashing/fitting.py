@@ -1,0 +1,224 @@
+"""Fitting every hasher of a model, on what its layer really receives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ecoformer.arguments import shape
+from ecoformer.hashing.base import Hasher
+from ecoformer.hashing.solver import FitOptions, Tick
+
+Forward = Callable[[nn.Module, Any], Any]
+
+
+def hashers_of(model: nn.Module) -> dict[str, Hasher]:
+    """The hashers inside `model` by name, in the order of its modules."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Hasher)}
+
+
+@contextlib.contextmanager
+def fitting(
+    model: nn.Module,
+    *,
+    seed: int = 0,
+    options: FitOptions | None = None,
+    group: dist.ProcessGroup | None = None,
+    tick: Callable[[str], None] | None = None,
+) -> Iterator[list[str]]:
+    """While the context is open, each hasher that the model reaches is fitted once, just before it hashes.
+
+    One forward pass fits all layers in the order of the data, so later layers see earlier ones already
+    fitted. Works inside a training step too. Yields the list of fitted names, which grows.
+
+    >>> with fitting(model):
+    ...     model(images)
+    """
+    names = hashers_of(model)
+    if not names:
+        raise ValueError(f"{type(model).__name__} holds no hasher to fit: convert it or build it with one")
+    done: list[str] = []
+
+    def make_hook(name: str, layer_seed: int) -> Callable[..., None]:
+        layer_tick: Tick | None = None if tick is None else lambda: tick(name)
+
+        def hook(hasher: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if name in done or not isinstance(hasher, Hasher):
+                return
+            tokens, mask = _arguments(*args, **kwargs)
+            hasher.fit(
+                tokens, key_padding_mask=mask, seed=layer_seed, options=options, group=group, tick=layer_tick
+            )
+            done.append(name)
+
+        return hook
+
+    hooks = [
+        hasher.register_forward_pre_hook(make_hook(name, seed + index), with_kwargs=True)
+        for index, (name, hasher) in enumerate(names.items())
+    ]
+    try:
+        yield done
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def fit_hashers(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    samples: int = 64,
+    seed: int = 0,
+    options: FitOptions | None = None,
+    group: dist.ProcessGroup | None = None,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> list[str]:
+    """Fit all hashers of `model` in one forward pass; returns their names in the order of the data.
+
+    Args:
+        model: any module with hashers inside. It runs in eval mode without gradients; its mode is restored.
+        batches: tensors, (inputs, ...) tuples or keyword mappings, such as a data loader yields. The first
+            `samples` samples are read and run together as one batch.
+        samples: how many samples to learn from, on this rank.
+        seed: same seed and same samples, same hash functions, on however many ranks.
+        options: how to learn, see `FitOptions`.
+        group: process group whose ranks each pass their own samples; all learn from all.
+        forward: how to run a batch, `forward(model, batch)`, if not `model(inputs)` or `model(**mapping)`.
+        progress: show a progress bar, on a terminal and on the first rank only.
+    """
+    if samples < 1:
+        raise ValueError(f"samples must be at least 1, got {samples}")
+    batch = _first_samples(batches, samples)
+    device = next(chain(model.parameters(), model.buffers())).device
+    options = options or FitOptions()
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    first_rank = group is None or dist.get_rank(group) == 0
+    try:
+        with (
+            torch.no_grad(),
+            _bar(model, options, progress and first_rank) as tick,
+            fitting(model, seed=seed, options=options, group=group, tick=tick) as done,
+        ):
+            (forward or _run)(model, _move(batch, device))
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    missed = [name for name in hashers_of(model) if name not in done]
+    if missed:
+        raise RuntimeError(f"the forward pass never reached these hashers: {', '.join(missed)}")
+    return done
+
+
+class RefitHashers:
+    """Callback for training loops: fit at epoch 0 and again every tau epochs, as the paper does.
+
+    Call it at the start of every epoch with batches to learn from; it returns whether it fitted. The seed
+    follows the epoch, so a resumed run fits as an uninterrupted one does.
+    """
+
+    def __init__(self, model: nn.Module, every: int, *, seed: int = 0, **fit_arguments: Any) -> None:
+        if every < 1:
+            raise ValueError(f"every must be at least 1 epoch, got {every}")
+        self.model, self.every, self.seed, self.fit_arguments = model, every, seed, fit_arguments
+
+    def due(self, epoch: int) -> bool:
+        """Whether the hashers are to be fitted at the start of `epoch` (counted from 0)."""
+        unfitted = any(not bool(hasher.fitted) for hasher in hashers_of(self.model).values())
+        return unfitted or epoch % self.every == 0
+
+    def __call__(self, epoch: int, batches: Iterable[Any]) -> bool:
+        """Fit if `epoch` is due."""
+        if not self.due(epoch):
+            return False
+        fit_hashers(self.model, batches, seed=self.seed + epoch, **self.fit_arguments)
+        return True
+
+
+def _arguments(tokens: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The arguments of `Hasher.forward`, however they were passed."""
+    return tokens, key_padding_mask
+
+
+def _run(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(batch[0] if isinstance(batch, Sequence) else batch)
+
+
+def _first_samples(batches: Iterable[Any], samples: int) -> Any:
+    """The first samples of the batches as one batch of the same structure."""
+    if isinstance(batches, (Tensor, Mapping, str)):
+        raise TypeError(
+            f"batches must be an iterable of batches, got one {type(batches).__name__}: put it in a list"
+        )
+    taken: list[Any] = []
+    count = 0
+    for batch in batches:
+        taken.append(batch)
+        count += _length(batch)
+        if count >= samples:
+            break
+    if not count:
+        raise ValueError("batches is empty: there is nothing to learn from")
+    return _join(taken, samples)
+
+
+def _length(batch: Any) -> int:
+    if isinstance(batch, Tensor):
+        return len(batch)
+    parts = batch.values() if isinstance(batch, Mapping) else batch
+    return next((len(part) for part in parts if isinstance(part, Tensor)), 0)
+
+
+def _join(parts: list[Any], samples: int) -> Any:
+    first = parts[0]
+    if isinstance(first, Tensor):
+        odd = next((part for part in parts if part.shape[1:] != first.shape[1:]), None)
+        if odd is not None:
+            raise ValueError(
+                f"batches must agree beyond their first dimension to run together, got {shape(first)} and "
+                f"{shape(odd)}: pad them alike or pass one batch"
+            )
+        return torch.cat(parts)[:samples]
+    if isinstance(first, Mapping):
+        return {key: _join([part[key] for part in parts], samples) for key in first}
+    if isinstance(first, Sequence) and not isinstance(first, str):
+        return [_join(list(column), samples) for column in zip(*parts, strict=True)]
+    return first
+
+
+def _move(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: _move(value, device) for key, value in batch.items()}
+    return [_move(value, device) for value in batch] if isinstance(batch, list) else batch
+
+
+@contextlib.contextmanager
+def _bar(model: nn.Module, options: FitOptions, show: bool) -> Iterator[Callable[[str], None] | None]:
+    """A progress bar over all bits of all hashers."""
+    if not show:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    total = sum(hasher.bits * options.passes for hasher in hashers_of(model).values())
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("fitting hashers", total=total)
+
+        def tick(name: str) -> None:
+            progress.update(task, advance=1, description=f"fitting {name or 'hasher'}")
+
+        yield tick

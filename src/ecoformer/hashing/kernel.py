@@ -1,0 +1,202 @@
+"""Kernelised hash functions: the paper's learned ones, and KLSH, which draws its weights instead."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ecoformer.arguments import shape
+from ecoformer.functional import Surrogate
+from ecoformer.hashing.base import Hasher
+from ecoformer.hashing.pairs import SparseLabels, find_pairs
+from ecoformer.hashing.solver import FitOptions, Tick, learn_bits
+
+MAX_BITS = 64
+
+
+def unit_length(tokens: Tensor) -> Tensor:
+    """Tokens of length one; a zero vector stays zero and passes its gradient on unscaled."""
+    square = tokens.square().sum(dim=-1, keepdim=True)
+    return tokens * torch.where(square == 0, 1, square).rsqrt()
+
+
+def squared_distances(unit: Tensor, support: Tensor) -> Tensor:
+    """|x - s|^2 of tokens (..., N, D) and support samples (..., m, D), by their inner products."""
+    own = unit.square().sum(dim=-1, keepdim=True)
+    theirs = support.square().sum(dim=-1).unsqueeze(-2)
+    return (own + theirs - 2 * unit @ support.mT).clamp_min(0)
+
+
+class KernelHasher(Hasher):
+    """H(Q) = sign(g(Q) A): Gaussian kernels on m support samples, made zero-mean, mixed by learned weights.
+
+    Args:
+        num_heads: heads; each has its own hash functions.
+        head_dim: D, channels of a head.
+        bits: b, length of a code, 1 to 64.
+        support: m, the number of support samples.
+        sigma: where the kernel width in exp(-d^2 / (2 sigma)) comes from. "stored": the mean squared
+            distance of the tokens that `fit` saw. "input": that of the tokens at hand, sample by sample, as
+            in the released code; codes then depend on the other tokens of the sample.
+        trainable: lets A follow the task's gradient, between fits.
+        surrogate: gradient of the sign, see `sign_ste`.
+        sign_of_zero: +1 in the paper, 0 in the released code.
+    """
+
+    support_samples: Tensor
+    mean: Tensor
+    sigma: Tensor
+    weight: Tensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        bits: int = 16,
+        support: int = 25,
+        *,
+        sigma: Literal["stored", "input"] = "stored",
+        trainable: bool = False,
+        surrogate: Surrogate = "hardtanh",
+        sign_of_zero: int = 1,
+    ) -> None:
+        super().__init__(num_heads, head_dim, bits, surrogate=surrogate, sign_of_zero=sign_of_zero)
+        if bits > MAX_BITS:
+            raise ValueError(f"bits must be from 1 to {MAX_BITS}, got {bits}")
+        if support < 1:
+            raise ValueError(f"support must be at least 1, got {support}")
+        if sigma not in ("stored", "input"):
+            raise ValueError(f'sigma must be "stored" or "input", got {sigma!r}')
+        self.support, self.sigma_from, self.trainable = support, sigma, trainable
+        self.register_buffer("support_samples", torch.zeros(num_heads, support, head_dim))
+        self.register_buffer("mean", torch.zeros(num_heads, support))
+        self.register_buffer("sigma", torch.ones(num_heads))
+        weight = torch.zeros(num_heads, support, bits)
+        if trainable:
+            self.weight = nn.Parameter(weight)
+        else:
+            self.register_buffer("weight", weight)
+
+    @property
+    def token_wise(self) -> bool:
+        """Whether a token's code depends on that token alone."""
+        return self.sigma_from == "stored"
+
+    def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
+        """g(Q) A, of root mean square about 1 on the tokens that were fitted."""
+        dtype = tokens.dtype
+        distances = squared_distances(unit_length(tokens), self.support_samples.to(dtype))
+        sigma = self.sigma.to(dtype).view(-1, 1, 1)
+        if self.sigma_from == "input":
+            sigma = _mean_over_tokens(distances, valid).mean(dim=-1)[..., None, None]
+        kernel = torch.exp(-distances / (2 * sigma))
+        return (kernel - self.mean.to(dtype).unsqueeze(-2)) @ self.weight.to(dtype)
+
+    def learn(
+        self,
+        tokens: Tensor,
+        valid: Tensor | None,
+        generator: torch.Generator,
+        options: FitOptions,
+        tick: Tick | None,
+    ) -> None:
+        """Draw support samples from all tokens, centre the kernel on them, learn A."""
+        unit = unit_length(tokens).transpose(0, 1)
+        present = None if valid is None else valid.expand(self.num_heads, -1, -1)
+        support = self._draw_support(unit, valid, generator)
+        distances = squared_distances(unit, support.unsqueeze(1))
+        flat, flat_present = distances.flatten(1, 2), None if valid is None else valid.reshape(1, -1)
+        sigma = _mean_over_tokens(flat, flat_present).mean(dim=-1)
+        sigma = torch.where(sigma == 0, 1, sigma)
+        kernel = torch.exp(-distances / (2 * sigma.view(-1, 1, 1, 1)))
+        mean = _mean_over_tokens(kernel.flatten(1, 2), flat_present)
+        features = kernel - mean[:, None, None, :]
+        if present is not None:
+            features = features.masked_fill(~present.unsqueeze(-1), 0)
+        weight = self._solve(unit, present, features, support, sigma, generator, options, tick)
+        self.support_samples.copy_(support)
+        self.sigma.copy_(sigma)
+        self.mean.copy_(mean)
+        self.weight.copy_(_unit_scale(weight, features, present))
+
+    def _solve(
+        self,
+        unit: Tensor,
+        present: Tensor | None,
+        features: Tensor,
+        support: Tensor,
+        sigma: Tensor,
+        generator: torch.Generator,
+        options: FitOptions,
+        tick: Tick | None,
+    ) -> Tensor:
+        """A (H, m, b); everything else is (H, B, N, ...)."""
+        labels = SparseLabels(find_pairs(unit, options.pairs, present))
+        return learn_bits(features, labels, self.bits, options, generator, tick)
+
+    def _draw_support(self, unit: Tensor, valid: Tensor | None, generator: torch.Generator) -> Tensor:
+        """m tokens of every head (H, m, D), drawn from all samples."""
+        heads, batch, n, dim = unit.shape
+        candidates = torch.arange(batch * n)
+        if valid is not None:
+            candidates = candidates[valid.flatten().cpu()]
+        if len(candidates) < self.support:
+            raise ValueError(
+                f"tokens {shape(unit.transpose(0, 1))} hold {len(candidates)} tokens a head (padding apart), "
+                f"fewer than support={self.support}: pass more tokens or lower support"
+            )
+        picks = [candidates[torch.randperm(len(candidates), generator=generator)] for _ in range(heads)]
+        index = torch.stack(picks)[:, : self.support, None].expand(-1, -1, dim).to(unit.device)
+        return unit.flatten(1, 2).gather(1, index)
+
+
+class KlshHasher(KernelHasher):
+    """Kernelised locality-sensitive hashing: random hyperplanes in the kernel's own feature space.
+
+    A bit's weights are K^(-1/2) times the indicator of a few random support samples, with K the centred
+    kernel matrix of the support samples (Kulis and Grauman, 2009). Nothing is learned beyond that.
+    """
+
+    def _solve(
+        self,
+        unit: Tensor,
+        present: Tensor | None,
+        features: Tensor,
+        support: Tensor,
+        sigma: Tensor,
+        generator: torch.Generator,
+        options: FitOptions,
+        tick: Tick | None,
+    ) -> Tensor:
+        kernel = torch.exp(-squared_distances(support, support) / (2 * sigma.view(-1, 1, 1))).double()
+        centred = kernel - kernel.mean(dim=-1, keepdim=True) - kernel.mean(dim=-2, keepdim=True)
+        centred = centred + kernel.mean(dim=(-2, -1), keepdim=True)
+        values, vectors = torch.linalg.eigh(centred)
+        usable = values > values[..., -1:] * 1e-6
+        inverse_roots = torch.where(usable, values.clamp_min(1e-30).rsqrt(), 0)
+        root = (vectors * inverse_roots.unsqueeze(-2)) @ vectors.mT
+        draws = torch.rand(self.num_heads, self.support, self.bits, generator=generator)
+        chosen = draws.argsort(dim=1).argsort(dim=1) < max(1, self.support // 3)
+        weight: Tensor = root @ chosen.to(root)
+        return weight.to(features.dtype)
+
+
+def _mean_over_tokens(x: Tensor, valid: Tensor | None) -> Tensor:
+    """Mean of (..., N, m) over the tokens that are no padding; `valid` (B, N)."""
+    if valid is None:
+        return x.mean(dim=-2)
+    present = valid.unsqueeze(-1) if x.ndim == 3 else valid[:, None, :, None]
+    return x.masked_fill(~present, 0).sum(dim=-2) / present.sum(dim=-2).clamp_min(1)
+
+
+def _unit_scale(weight: Tensor, features: Tensor, present: Tensor | None) -> Tensor:
+    """Weights scaled so that g(Q) A has root mean square 1: signs stay, and the sign's stand-in sees them.
+
+    The gradient passes where |g(Q) A| <= 1, so the scale that fitting leaves open decides who learns.
+    """
+    y = features.flatten(1, 2) @ weight
+    share = 1.0 if present is None else present.float().mean().clamp_min(1e-30)
+    size = (y.square().mean(dim=1, keepdim=True) / share).sqrt()
+    return weight / torch.where(size == 0, 1, size)

@@ -1,0 +1,103 @@
+"""Which tokens are alike: the pairs with the largest and smallest attention scores, found block by block.
+
+Queries and keys are one projection of unit length here, so a row's attention scores rise with its cosines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_BLOCK_ELEMENTS = 1 << 22
+"""Largest block of scores held at a time."""
+
+
+class Pairs(NamedTuple):
+    """Every token's similar and dissimilar tokens, as indices (..., N, l), and which entries count (1.0)."""
+
+    similar: Tensor
+    dissimilar: Tensor
+    counts: Tensor
+
+
+def row_blocks(tokens: Tensor) -> Iterator[slice]:
+    """Slices of the rows of `tokens` (..., N, D) whose scores against all tokens stay small."""
+    n = tokens.shape[-2]
+    rows_at_once = max(1, _BLOCK_ELEMENTS // max(1, tokens[..., 0].numel()))
+    for start in range(0, n, rows_at_once):
+        yield slice(start, min(start + rows_at_once, n))
+
+
+def own_scores(scores: Tensor, block: slice, value: float) -> Tensor:
+    """`scores` (..., rows, N) of a row block with every token's score against itself set to `value`."""
+    own = torch.arange(block.start, block.stop, device=scores.device).unsqueeze(-1)
+    return scores.scatter(-1, own.expand(*scores.shape[:-1], 1), value)
+
+
+def find_pairs(tokens: Tensor, l: int, valid: Tensor | None = None) -> Pairs:  # noqa: E741
+    """The l tokens most and least like each token of `tokens` (..., N, D), itself left out.
+
+    `valid` (..., N) is False for padding, which pairs with nobody. Where fewer than 2 l others are there,
+    both lists are cut so that no pair is in both.
+    """
+    n = tokens.shape[-2]
+    width = min(l, max(0, (n - 1) // 2))
+    unit = F.normalize(tokens, dim=-1)
+    hidden = None if valid is None else ~valid.unsqueeze(-2)
+    similar, dissimilar = [], []
+    for block in row_blocks(unit):
+        near = far = unit[..., block, :] @ unit.mT
+        if hidden is not None:
+            near, far = near.masked_fill(hidden, -torch.inf), far.masked_fill(hidden, torch.inf)
+        similar.append(own_scores(near, block, -torch.inf).topk(width, dim=-1).indices)
+        dissimilar.append(own_scores(far, block, torch.inf).topk(width, dim=-1, largest=False).indices)
+    counts = unit.new_ones(*tokens.shape[:-1], width)
+    if valid is not None:
+        kept = (valid.sum(dim=-1) - 1) // 2
+        counts = (torch.arange(width, device=unit.device) < kept[..., None, None]) & valid.unsqueeze(-1)
+        counts = counts.to(unit.dtype).expand(*tokens.shape[:-1], width)
+    return Pairs(torch.cat(similar, dim=-2), torch.cat(dissimilar, dim=-2), counts)
+
+
+class SparseLabels:
+    """The label matrices Y of all samples and heads, made symmetric: (Y + Y^T) / 2, about 4 l numbers a row.
+
+    h^T Y h is the same for both, and the gradient of the symmetric form needs no transpose.
+    """
+
+    def __init__(self, pairs: Pairs) -> None:
+        n, width = pairs.similar.shape[-2:]
+        device = pairs.similar.device
+        similar, dissimilar = (x.reshape(-1, n, width) for x in pairs[:2])
+        counts = pairs.counts.reshape(-1, n, width)
+        matrix = torch.arange(len(similar), device=device).view(-1, 1, 1) * n
+        rows = (matrix + torch.arange(n, device=device).view(n, 1)).expand_as(similar)
+        rows = torch.cat([rows.flatten(), rows.flatten()])
+        columns = torch.cat([(matrix + similar).flatten(), (matrix + dissimilar).flatten()])
+        values = torch.cat([counts.flatten(), -counts.flatten()])
+        keep = values != 0
+        rows, columns, values = rows[keep], columns[keep], values[keep]
+        self.square_norm = values.square().sum()
+        """|Y|^2 of the labels as they were before they were made symmetric."""
+        both = torch.cat([rows, columns])
+        order = both.argsort(stable=True)
+        self._columns = torch.cat([columns, rows])[order]
+        self._values = torch.cat([values, values])[order] / 2
+        self._starts = torch.searchsorted(both[order], torch.arange(len(similar) * n, device=device))
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        """Y times x (..., N, p): every row is a weighted sum of a few rows of x."""
+        if not len(self._columns):
+            return torch.zeros_like(x)
+        rows = F.embedding_bag(
+            self._columns,
+            x.reshape(-1, x.shape[-1]),
+            self._starts,
+            mode="sum",
+            per_sample_weights=self._values.to(x.dtype),
+        )
+        return rows.view_as(x)

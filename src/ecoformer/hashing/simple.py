@@ -1,0 +1,120 @@
+"""Hashers that learn nothing: random hyperplanes, and plain binarisation of features."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ecoformer.functional import Surrogate
+from ecoformer.hashing.base import Hasher
+from ecoformer.hashing.kernel import unit_length
+from ecoformer.hashing.solver import FitOptions, Tick
+
+
+class _DrawnHasher(Hasher):
+    """A hasher whose state is drawn, from `seed` when it is made and anew at every `fit`."""
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Set the buffers."""
+
+    def learn(
+        self,
+        tokens: Tensor,
+        valid: Tensor | None,
+        generator: torch.Generator,
+        options: FitOptions,
+        tick: Tick | None,
+    ) -> None:
+        """Draw again; the tokens do not matter."""
+        self.draw(generator)
+
+
+class LshHasher(_DrawnHasher):
+    """Locality-sensitive hashing: on which side of b random hyperplanes a token lies."""
+
+    planes: Tensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        bits: int = 16,
+        *,
+        seed: int = 0,
+        surrogate: Surrogate = "hardtanh",
+        sign_of_zero: int = 1,
+    ) -> None:
+        super().__init__(num_heads, head_dim, bits, surrogate=surrogate, sign_of_zero=sign_of_zero)
+        self.register_buffer("planes", torch.zeros(num_heads, head_dim, bits))
+        self.draw(torch.Generator().manual_seed(seed))
+        self._set_fitted()
+
+    def draw(self, generator: torch.Generator) -> None:
+        """New hyperplanes."""
+        self.planes.copy_(torch.randn(self.planes.shape, generator=generator))
+
+    def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
+        """Unit tokens' products with the hyperplanes' normals."""
+        return unit_length(tokens) @ self.planes.to(tokens.dtype)
+
+
+class SignHasher(_DrawnHasher):
+    """Plain binarisation of features, which keeps no similarity on purpose.
+
+    Args:
+        num_heads: heads.
+        head_dim: D, channels of a head.
+        bits: b; by default one for every channel.
+        features: "channels" takes the sign of the first b channels. "fourier" takes the sign of b random
+            Fourier features of the unit tokens, cos(w x + p): the paper's transformation of queries and
+            keys, binarised.
+        seed: of the random features.
+        surrogate: gradient of the sign, see `sign_ste`.
+        sign_of_zero: +1 in the paper, 0 in the released code.
+    """
+
+    frequencies: Tensor
+    phases: Tensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        bits: int | None = None,
+        *,
+        features: Literal["channels", "fourier"] = "channels",
+        seed: int = 0,
+        surrogate: Surrogate = "hardtanh",
+        sign_of_zero: int = 1,
+    ) -> None:
+        bits = head_dim if bits is None else bits
+        super().__init__(num_heads, head_dim, bits, surrogate=surrogate, sign_of_zero=sign_of_zero)
+        if features not in ("channels", "fourier"):
+            raise ValueError(f'features must be "channels" or "fourier", got {features!r}')
+        if features == "channels" and bits > head_dim:
+            raise ValueError(
+                f'features="channels" has one bit a channel: bits must be at most head_dim={head_dim}, '
+                f'got {bits}; features="fourier" takes any number'
+            )
+        self.features = features
+        if features == "fourier":
+            self.register_buffer("frequencies", torch.zeros(num_heads, head_dim, bits))
+            self.register_buffer("phases", torch.zeros(num_heads, 1, bits))
+        self.draw(torch.Generator().manual_seed(seed))
+        self._set_fitted()
+
+    def draw(self, generator: torch.Generator) -> None:
+        """New random features, where there are any."""
+        if self.features == "fourier":
+            self.frequencies.copy_(torch.randn(self.frequencies.shape, generator=generator))
+            self.phases.copy_(2 * math.pi * torch.rand(self.phases.shape, generator=generator))
+
+    def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
+        """The features themselves."""
+        if self.features == "channels":
+            return tokens[..., : self.bits]
+        angles = unit_length(tokens) @ self.frequencies.to(tokens.dtype) + self.phases.to(tokens.dtype)
+        return math.sqrt(2) * torch.cos(angles)

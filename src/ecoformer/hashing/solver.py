@@ -1,0 +1,205 @@
+"""Learning the bits, one after another: Eq. (14) of the paper in O(N (l + b)) a step.
+
+The residual b Y - sum_t h_t h_t^T is never formed. Y has at most 4 l numbers a row and the rest is of rank b:
+h^T R h = b h^T Y h - sum_t (h^T h_t)^2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ecoformer.hashing.pairs import SparseLabels
+
+Tick = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How hash functions are learned.
+
+    Attributes:
+        pairs: l, the number of similar and of dissimilar tokens a token is paired with.
+        steps: gradient steps a bit.
+        passes: how often each bit is visited; later visits see all other bits.
+        start: "spectral" begins each bit at the leading eigenvector of its relaxed problem (as kernel-based
+            supervised hashing does), "random" at Gaussian weights.
+        relaxation: what stands for sign(y) in the gradient. "hardtanh" is straight-through: the codes are
+            exact and the gradient passes where |y| <= 1. "sigmoid" replaces the codes themselves by
+            2 / (1 + e^-y) - 1, as the released code does.
+        lr: length of a step. With "hardtanh" the gradient has unit length and the step decays to zero.
+        momentum: Nesterov's momentum.
+    """
+
+    pairs: int = 10
+    steps: int = 100
+    passes: int = 1
+    start: Literal["spectral", "random"] = "spectral"
+    relaxation: Literal["hardtanh", "sigmoid"] = "hardtanh"
+    lr: float = 0.015
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        for name, least in (("pairs", 1), ("steps", 0), ("passes", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"FitOptions.{name} must be at least {least}, got {getattr(self, name)}")
+        if self.start not in ("spectral", "random"):
+            raise ValueError(f'FitOptions.start must be "spectral" or "random", got {self.start!r}')
+        if self.relaxation not in ("hardtanh", "sigmoid"):
+            raise ValueError(
+                f'FitOptions.relaxation must be "hardtanh" or "sigmoid", got {self.relaxation!r}'
+            )
+
+    @classmethod
+    def released(cls) -> FitOptions:
+        """The settings of the authors' released code."""
+        return cls(start="random", relaxation="sigmoid", lr=5e-4)
+
+
+def learn_bits(
+    features: Tensor,
+    labels: SparseLabels,
+    bits: int,
+    options: FitOptions,
+    generator: torch.Generator,
+    tick: Tick | None = None,
+) -> Tensor:
+    """Weights A (H, m, b) from zero-mean kernel features (H, B, N, m); features of padding are zero."""
+    return _Solver(features, labels, bits, options, generator).solve(tick)
+
+
+class _Solver:
+    """All heads at once: a bit is (H, B, N), its weights are (H, m)."""
+
+    def __init__(
+        self,
+        features: Tensor,
+        labels: SparseLabels,
+        bits: int,
+        options: FitOptions,
+        generator: torch.Generator,
+    ) -> None:
+        self.labels, self.bits, self.options, self.generator = labels, bits, options, generator
+        self.sizes = features.shape[:3]
+        self.present = (features != 0).any(dim=-1).to(features.dtype)
+        self.features = features.flatten(1, 2)
+        self.basis = _whitening(self.features) if options.start == "spectral" else None
+        if self.basis is not None:
+            self.features = self.features @ self.basis
+        self.codes = features.new_zeros(*self.sizes, bits)
+        self.weights = features.new_zeros(features.shape[0], features.shape[3], bits)
+
+    def solve(self, tick: Tick | None) -> Tensor:
+        """Visit every bit `passes` times; returns A."""
+        curvature = self._curvature() if self.options.start == "spectral" else None
+        everyone = torch.arange(self.bits, device=self.codes.device)
+        for visit in range(self.options.passes):
+            for r in range(self.bits):
+                others = self.codes[..., everyone[everyone != r] if visit else everyone[:r]]
+                best, score = self._choose_start(others, curvature)
+                if visit:
+                    best, score = self._keep_better(best, score, self.weights[..., r], others)
+                self.weights[..., r] = best = self._descend(best, score, others)
+                self.codes[..., r] = self._bit(self._project(best))
+                if tick is not None:
+                    tick()
+        return self.weights if self.basis is None else self.basis @ self.weights
+
+    def _choose_start(self, others: Tensor, curvature: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Weights (H, m) to start a bit from, and their discrete score (H,)."""
+        if curvature is None:
+            shape = self.weights.shape[:2]
+            start = torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.weights)
+        else:
+            mixed = self._by_sample().mT @ others
+            relaxed = curvature - (mixed @ mixed.mT).sum(dim=1)
+            start = torch.linalg.eigh(relaxed.double()).eigenvectors[..., -1].to(self.weights)
+        bit = self._bit(self._project(start))
+        return start, self._score(bit, self._pull(bit, others))
+
+    def _descend(self, best: Tensor, score: Tensor, others: Tensor) -> Tensor:
+        """Gradient steps from the best weights known; returns the best met on the way, never worse."""
+        straight_through = self.options.relaxation == "hardtanh"
+        weights, velocity = best, torch.zeros_like(best)
+        for step in range(self.options.steps):
+            y = self._project(weights)
+            if straight_through:
+                size = _root_mean_square(y)
+                weights, y = weights / size[:, None], y / size[:, None, None]
+                relaxed, slope = self._bit(y), (y.abs() <= 1).to(y.dtype)
+            else:
+                relaxed = (2 * torch.sigmoid(y) - 1) * self.present
+                slope = (1 - relaxed.square()) / 2
+            pull = self._pull(relaxed, others)
+            if straight_through:  # the codes are exact, so their score costs nothing more
+                best, score = _where_higher(best, score, weights, self._score(relaxed, pull))
+            gradient = self._gradient(pull * slope)
+            if straight_through:
+                gradient = gradient / gradient.norm(dim=-1, keepdim=True).clamp_min(1e-30)
+                gradient = gradient * (1 - step / self.options.steps)
+            velocity = self.options.momentum * velocity + gradient
+            weights = weights + self.options.lr * (gradient + self.options.momentum * velocity)
+        return self._keep_better(best, score, weights, others)[0]
+
+    def _keep_better(
+        self, best: Tensor, score: Tensor, weights: Tensor, others: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        bit = self._bit(self._project(weights))
+        return _where_higher(best, score, weights, self._score(bit, self._pull(bit, others)))
+
+    def _project(self, weights: Tensor) -> Tensor:
+        return (self.features @ weights.unsqueeze(-1)).view(self.sizes)
+
+    def _bit(self, y: Tensor) -> Tensor:
+        return torch.where(y >= 0, self.present, -self.present)
+
+    def _pull(self, bit: Tensor, others: Tensor) -> Tensor:
+        """Residual times a bit: b Y h - sum_t h_t (h_t . h), sample by sample."""
+        bit = bit.unsqueeze(-1)
+        return (self.bits * (self.labels @ bit) - others @ (others.mT @ bit)).squeeze(-1)
+
+    def _score(self, bit: Tensor, pull: Tensor) -> Tensor:
+        """h^T R h, summed over samples: (H,)."""
+        return (bit * pull).sum(dim=(1, 2))
+
+    def _gradient(self, pull: Tensor) -> Tensor:
+        """Gradient of h^T R h / (N b), averaged over samples and heads as the released code does."""
+        heads, batch, n = self.sizes
+        flat = (self.features.mT @ pull.reshape(heads, -1, 1)).squeeze(-1)
+        return flat * (2 / (n * self.bits * batch * heads))
+
+    def _curvature(self) -> Tensor:
+        """b G^T Y G: what the labels ask of any bit, if sign() is left out."""
+        pulled = (self.labels @ self._by_sample()).flatten(1, 2)
+        return self.features.mT @ (self.bits * pulled)
+
+    def _by_sample(self) -> Tensor:
+        return self.features.view(*self.sizes, -1)
+
+
+def _where_higher(best: Tensor, score: Tensor, weights: Tensor, new_score: Tensor) -> tuple[Tensor, Tensor]:
+    """Head by head, the weights with the higher score."""
+    higher = new_score > score
+    return torch.where(higher[:, None], weights, best), torch.where(higher, new_score, score)
+
+
+def _root_mean_square(y: Tensor) -> Tensor:
+    """Root mean square of each head's (B, N) numbers, 1 where all are zero."""
+    size = y.square().mean(dim=(1, 2)).sqrt()
+    return torch.where(size == 0, 1, size)
+
+
+def _whitening(features: Tensor) -> Tensor:
+    """Basis (H, m, m) in which the features (H, T, m) are uncorrelated and of equal size.
+
+    Directions that the tokens hardly use are left small: dividing by their size would only magnify noise.
+    """
+    square = (features.mT @ features).double() / features.shape[1]
+    values, vectors = torch.linalg.eigh(square)
+    least = (values[..., -1:] * 1e-6).clamp_min(1e-30)
+    basis: Tensor = vectors * values.clamp_min(least).rsqrt().unsqueeze(-2)
+    return basis.to(features.dtype)

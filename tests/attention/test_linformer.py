@@ -1,0 +1,138 @@
+import pytest
+import torch
+from linformer import LinformerSelfAttention
+
+from ecoformer.attention.linformer import LinformerAttention
+from ecoformer.attention.registry import create_attention
+
+B, H, N, D, K = 2, 3, 37, 16, 12
+LENGTHS = (37, 21)
+
+
+def make(seed=0, seq_len=N, k=K, **kwargs):
+    torch.manual_seed(seed)
+    return LinformerAttention(H * D, H, seq_len=seq_len, k=k, **kwargs)
+
+
+def heads(n=N, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(B, H, n, D, generator=generator, dtype=dtype) for _ in range(3)]
+
+
+def tokens(n=N):
+    return torch.randn(B, n, H * D, generator=torch.Generator().manual_seed(0))
+
+
+def padding(n=N):
+    return torch.arange(n) >= torch.tensor(LENGTHS)[:, None]
+
+
+def twin(ours):
+    """linformer's module with the weights of ours."""
+    theirs = LinformerSelfAttention(H * D, ours.seq_len, k=ours.k, heads=H)
+    with torch.no_grad():
+        for linear, weight in zip(
+            (theirs.to_q, theirs.to_k, theirs.to_v), ours.qkv.weight.chunk(3), strict=True
+        ):
+            linear.weight.copy_(weight)
+        theirs.proj_k.copy_(ours.proj_k)
+        theirs.proj_v.copy_(ours.proj_v)
+        theirs.to_out.load_state_dict(ours.proj.state_dict())
+    return theirs
+
+
+@pytest.mark.parametrize("n", [1, 20, N])
+def test_equals_linformer(n):
+    ours = make(qkv_bias=False)
+    x = tokens(n)
+    torch.testing.assert_close(ours(x), twin(ours)(x), rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_equal_linformer():
+    ours = make(qkv_bias=False)
+    theirs = twin(ours)
+    ours(tokens()).square().sum().backward()
+    theirs(tokens()).square().sum().backward()
+    stacked = torch.cat([linear.weight.grad for linear in (theirs.to_q, theirs.to_k, theirs.to_v)])
+    torch.testing.assert_close(ours.qkv.weight.grad, stacked, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(ours.proj_k.grad, theirs.proj_k.grad, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(ours.proj_v.grad, theirs.proj_v.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_projections_start_as_in_linformer():
+    attention = make(seq_len=500, k=64)
+    for parameter in (attention.proj_k, attention.proj_v):
+        assert parameter.shape == (500, 64)
+        assert parameter.abs().max() <= 1 / 8
+        assert abs(parameter.std() - 1 / 8 / 3**0.5) < 1e-3
+    assert not torch.equal(attention.proj_k, attention.proj_v)
+
+
+def test_padding_changes_nothing():
+    attention, x, mask = make(), tokens(), padding()
+    out = attention(x, key_padding_mask=mask)
+    for b, length in enumerate(LENGTHS):
+        torch.testing.assert_close(out[b, :length], attention(x[b : b + 1, :length])[0])
+    x[mask] = float("nan")
+    torch.testing.assert_close(attention(x, key_padding_mask=mask)[~mask], out[~mask])
+
+
+def test_rows_that_see_no_key_read_zero():
+    q, k, v = (x.requires_grad_() for x in heads())
+    out = make().attend(q, k, v, torch.tensor([[True], [False]]).expand(B, N), False)
+    out.sum().backward()
+    assert (out[0] == 0).all()
+    assert (out[1] != 0).all()
+    assert all(torch.isfinite(x.grad).all() for x in (q, k, v))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes(dtype):
+    attention = make()
+    q, k, v = heads(dtype=dtype)
+    exact = attention.double().attend(q.double(), k.double(), v.double(), padding(), False)
+    out = attention.to(dtype).attend(q, k, v, padding(), False)
+    assert out.dtype == dtype
+    tolerance = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+def test_autocast():
+    attention, x = make(), tokens()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attention(x, key_padding_mask=padding())
+    torch.testing.assert_close(
+        out.float(), attention(x, key_padding_mask=padding()), rtol=0.05, atol=0.02
+    )
+
+
+def test_attention_dropout():
+    q, k, v = heads()
+    attention = make(attn_drop=0.5)
+    torch.manual_seed(0)
+    dropped = attention.attend(q, k, v, None, False)
+    assert not torch.equal(dropped, attention.attend(q, k, v, None, False))
+    kept = attention.eval().attend(q, k, v, None, False)
+    assert torch.equal(kept, attention.attend(q, k, v, None, False))
+    assert not torch.equal(kept, dropped)
+    assert torch.equal(kept, make().attend(q, k, v, None, False))
+
+
+def test_state_dict_round_trip():
+    a, b, x = make(1), make(2), tokens()
+    assert not torch.equal(a(x), b(x))
+    b.load_state_dict(a.state_dict())
+    assert torch.equal(a(x), b(x))
+
+
+def test_by_name_and_bad_arguments():
+    attention = create_attention("linformer", 32, 2, seq_len=10)
+    assert attention.proj_k.shape == (10, 256)
+    with pytest.raises(ValueError, match=r"seq_len=10, got N=11 tokens$"):
+        attention(torch.zeros(1, 11, 32))
+    with pytest.raises(ValueError, match="causal"):
+        attention(torch.zeros(1, 10, 32), is_causal=True)
+    with pytest.raises(ValueError, match="seq_len must be at least 1, got 0"):
+        LinformerAttention(32, 2, seq_len=0)
+    with pytest.raises(ValueError, match="k must be at least 1, got -1"):
+        LinformerAttention(32, 2, seq_len=8, k=-1)
