@@ -69,7 +69,7 @@ def hash_attention(
 
 def unit(tokens: Tensor) -> Tensor:
     """Tokens scaled to unit length, as Eq. (4) assumes; a zero vector stays zero."""
-    length = torch.linalg.vector_norm(tokens, dim=-1, keepdim=True)
+    length: Tensor = torch.linalg.vector_norm(tokens, dim=-1, keepdim=True)
     return tokens / length.masked_fill(length == 0, 1)
 
 
@@ -131,16 +131,19 @@ def learn_bits(
     steps: int = 100,
     lr: float = 5e-4,
     momentum: float = 0.9,
+    starts: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Bits learned one after another with the residual as a dense matrix, at the released solver's settings.
 
     `features` (B, N, m) are the zero-mean kernel features of one head, `labels` (B, N, N). The loss is
     -h^T R h / (N b), averaged over the batch, with 2 / (1 + e^-y) - 1 in the place of sign(y); SGD with
-    Nesterov's momentum; a bit is kept only if its discrete loss fell. Returns A (m, b).
+    Nesterov's momentum from `starts` (m, b) or random ones; a bit is kept only if its discrete loss fell.
+    Returns A (m, b).
     """
     _, n, m = features.shape
-    a = torch.randn(m, bits, generator=generator, dtype=features.dtype).to(features.device)
+    a = torch.randn(m, bits, generator=generator) if starts is None else starts
+    a = a.to(features).clone()
     codes = features.new_zeros(*features.shape[:2], 0)
     for r in range(bits):
         left = residual(codes, labels, bits)

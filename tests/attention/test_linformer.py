@@ -101,9 +101,7 @@ def test_autocast():
     attention, x = make(), tokens()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = attention(x, key_padding_mask=padding())
-    torch.testing.assert_close(
-        out.float(), attention(x, key_padding_mask=padding()), rtol=0.05, atol=0.02
-    )
+    torch.testing.assert_close(out.float(), attention(x, key_padding_mask=padding()), rtol=0.05, atol=0.02)
 
 
 def test_attention_dropout():

@@ -1,6 +1,7 @@
 """Attention mechanisms: one interface, one registry, one file each."""
 
 from ecoformer.attention.base import Attention
+from ecoformer.attention.combiner import CombinerAttention
 from ecoformer.attention.eco import (
     BiEcoAttention,
     EcoAttention,
@@ -8,6 +9,9 @@ from ecoformer.attention.eco import (
     KlshEcoAttention,
     LshEcoAttention,
 )
+from ecoformer.attention.linformer import LinformerAttention
+from ecoformer.attention.performer import FpEcoAttention, PerformerAttention
+from ecoformer.attention.reformer import ReformerAttention
 from ecoformer.attention.registry import (
     attention_class,
     create_attention,
@@ -19,10 +23,15 @@ from ecoformer.attention.softmax import SoftmaxAttention
 __all__ = [
     "Attention",
     "BiEcoAttention",
+    "CombinerAttention",
     "EcoAttention",
+    "FpEcoAttention",
     "HashedAttention",
     "KlshEcoAttention",
+    "LinformerAttention",
     "LshEcoAttention",
+    "PerformerAttention",
+    "ReformerAttention",
     "SoftmaxAttention",
     "attention_class",
     "create_attention",

@@ -110,6 +110,8 @@ class Attention(nn.Module):
     def _check(self, x: Tensor, key_padding_mask: Tensor | None, is_causal: bool) -> None:
         if x.ndim != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x must be (B, N, {self.dim}), got {shape(x)}")
+        if not x.is_floating_point() or x.shape[1] < 1:
+            raise ValueError(f"x must be floating point with N >= 1 tokens, got {x.dtype} {shape(x)}")
         if is_causal and not self.supports_causal:
             raise ValueError(f"{self.name} has no causal order: is_causal=True is not possible")
         if key_padding_mask is None:

@@ -58,33 +58,36 @@ class CombinerAttention(Attention):
         if key_padding_mask is not None:
             padding = key_padding_mask[:, None]
         lacking = blocks * size - n
-        q, k, v = (F.pad(without(padding, x), (0, 0, 0, lacking)) for x in (q, k, v))
-        q, k, v = (x.reshape(*x.shape[:2], blocks, size, -1) for x in (q, k, v))
+        k, v = without(padding, k), without(padding, v)
+        q, k, v = (F.pad(x, (0, 0, 0, lacking)) for x in (q / math.sqrt(self.head_dim), k, v))
+        q, k, v = (x.reshape(*x.shape[:2], blocks, size, x.shape[-1]) for x in (q, k, v))
         padding = F.pad(padding, (0, lacking), value=True).reshape(-1, 1, blocks, size)
 
-        keys, values = self._summaries(q, k, v, padding)
+        keys, values = _summaries(q, k, v, padding)
         to_tokens, to_blocks = q @ k.mT, q.flatten(2, 3) @ keys.mT
         products = torch.cat([to_tokens, to_blocks.reshape(*q.shape[:-1], blocks)], dim=-1)
-        weights = self._softmax(products, _hidden(padding, is_causal))
+        weights = _softmax(products, _hidden(padding, is_causal))
         weights = F.dropout(weights, self.attn_drop, self.training).to(v.dtype)
         of_tokens, of_blocks = weights[..., :size] @ v, weights[..., size:].flatten(2, 3) @ values
         return (of_tokens.flatten(2, 3) + of_blocks)[..., :n, :].to(v.dtype)
 
-    def _summaries(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
-        """Key and value (B, H, blocks, D) of every block."""
-        query, key = _highest(q, padding), _highest(k, padding)
-        weights = self._softmax(query.unsqueeze(-2) @ k.mT, padding.unsqueeze(-2)).to(v.dtype)
-        return key, (weights @ v).squeeze(-2)
-
-    def _softmax(self, products: Tensor, hidden: Tensor) -> Tensor:
-        """Weights of what is not hidden; all zero where everything is."""
-        logits = products.to(accumulator(products.dtype)) / math.sqrt(self.head_dim)
-        floor = torch.finfo(logits.dtype).min
-        return logits.masked_fill(hidden, floor).softmax(dim=-1).masked_fill(hidden, 0)
-
     def extra_repr(self) -> str:
         """What `print(module)` shows."""
         return f"{super().extra_repr()}, block={self.block}"
+
+
+def _summaries(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
+    """Key and value (B, H, blocks, D) of every block."""
+    query, key = _highest(q, padding), _highest(k, padding)
+    weights = _softmax(query.unsqueeze(-2) @ k.mT, padding.unsqueeze(-2)).to(v.dtype)
+    return key, (weights @ v).squeeze(-2)
+
+
+def _softmax(logits: Tensor, hidden: Tensor) -> Tensor:
+    """Weights, in full precision, of what is not hidden; all zero where everything is."""
+    logits = logits.to(accumulator(logits.dtype))
+    floor = torch.finfo(logits.dtype).min
+    return logits.masked_fill(hidden, floor).softmax(dim=-1).masked_fill(hidden, 0)
 
 
 def _highest(x: Tensor, padding: Tensor) -> Tensor:

@@ -34,6 +34,11 @@ class HashedAttention(Attention):
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
         bias_value(bias, hasher.bits)
+        if (hasher.num_heads, hasher.head_dim) != (self.num_heads, self.head_dim):
+            raise ValueError(
+                f"hasher is for {hasher.num_heads} heads of {hasher.head_dim} channels, "
+                f"but dim={dim} and num_heads={num_heads} make {self.num_heads} of {self.head_dim}"
+            )
         self.bias: Bias = bias
         self.hasher = hasher
 
@@ -43,15 +48,20 @@ class HashedAttention(Attention):
         """A layer that starts from the weights of a softmax layer; its hasher is still to be fitted.
 
         `layer` is an `nn.MultiheadAttention`, a `SoftmaxAttention`, or a layer with `qkv`, `proj` and
-        `num_heads` like timm's. Queries' weights serve queries and keys. Device, dtype and mode are kept.
+        `num_heads` like timm's. Queries' weights serve queries and keys; a local branch comes along. Device,
+        dtype and mode are kept; tokens are (B, N, dim), whatever `batch_first` was.
         """
         source = projections_of(layer)
         kwargs.setdefault("qkv_bias", source.q_bias is not None)
+        branch = layer.local if isinstance(layer, Attention) else None
+        if branch is not None:
+            kwargs.setdefault("local", branch.size)
         new = cls(source.q.shape[1], source.num_heads, **kwargs)
+        new.to(device=source.q.device, dtype=source.q.dtype).train(layer.training)
         carry_over(source, new)
-        for module in (new.qk, new.v, new.proj):
-            module.to(dtype=source.q.dtype)
-        return new.to(source.q.device).train(layer.training)
+        if branch is not None and new.local is not None and new.local.size == branch.size:
+            new.local.load_state_dict(branch.state_dict())
+        return new
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, is_causal: bool

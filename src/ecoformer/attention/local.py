@@ -23,7 +23,7 @@ class LocalBranch(nn.Module):
         sizes = (size,) if isinstance(size, int) else tuple(size)
         if len(sizes) > 2 or any(s < 1 or s % 2 == 0 for s in sizes):
             raise ValueError(f"local must be an odd k or a pair of odd numbers (k, k), got {size}")
-        self.sizes = sizes
+        self.size, self.sizes = size, sizes
         self.weight = nn.Parameter(torch.zeros(dim, 1, *sizes))
 
     def forward(

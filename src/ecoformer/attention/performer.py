@@ -12,6 +12,7 @@ from ecoformer.attention.base import Attention
 from ecoformer.attention.registry import register_attention
 from ecoformer.backends.eager import accumulator, full_precision, without
 from ecoformer.functional import causal_product
+from ecoformer.hashing.kernel import unit_length
 
 _FLOOR = 1e-4
 """Added to every feature, so that no key that is seen has zero weight."""
@@ -79,6 +80,32 @@ class PerformerAttention(Attention):
     def extra_repr(self) -> str:
         """What `print(module)` shows."""
         return f"{super().extra_repr()}, features={self.features}"
+
+
+@register_attention("fp_eco")
+class FpEcoAttention(PerformerAttention):
+    """EcoFormer without binarisation: shared queries and keys of unit length, full-precision features.
+
+    Eqs. (3) and (4) of the paper, with the positive features of `PerformerAttention`, for the similarity
+    exp(x . y / temperature).
+    """
+
+    shared_qk = True
+
+    def __init__(self, dim: int, num_heads: int, *, temperature: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        if temperature <= 0:
+            raise ValueError(f"temperature must be above 0, got {temperature}")
+        self.temperature = temperature
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
+        """As the Performer, on unit tokens scaled so that its own 1 / sqrt(d) becomes 1 / temperature."""
+        with full_precision(q.device):
+            unit = unit_length(q.to(accumulator(q.dtype)))
+            unit = unit * math.sqrt(math.sqrt(self.head_dim) / self.temperature)
+        return super().attend(unit, unit, v, key_padding_mask, is_causal)
 
 
 def orthogonal_gaussian(rows: int, columns: int, seed: int) -> Tensor:

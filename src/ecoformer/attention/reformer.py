@@ -116,14 +116,16 @@ class ReformerAttention(Attention):
         logits = logits.masked_fill(tokens == others.mT, _SELF)
         logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
         mass = logits.logsumexp(dim=-1, keepdim=True)
-        weights = (logits - mass).exp().masked_fill(hidden, 0)  # a row that sees nothing reads zero
+        # Not exp(logits - mass): beside the logit of the token itself, fp32 has no digits left for that.
+        weights = logits.softmax(dim=-1).masked_fill(hidden, 0)
         weights = F.dropout(weights, self.attn_drop, self.training)
         out = (weights.to(v.dtype) @ values).to(logits.dtype)
-        return out.reshape(*order.shape, -1), mass.reshape(*order.shape, 1)
+        return out.reshape(*order.shape, v.shape[-1]), mass.reshape(*order.shape, 1)
 
     def _cut(self, x: Tensor) -> Tensor:
         """(B, H, rounds, N, D) as (B, H, chunks of all rounds, bucket_size, D)."""
-        return x.reshape(*x.shape[:2], -1, self.bucket_size, x.shape[-1])
+        chunks = x.shape[2] * x.shape[3] // self.bucket_size
+        return x.reshape(*x.shape[:2], chunks, self.bucket_size, x.shape[-1])
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""

@@ -22,7 +22,9 @@ class SoftmaxAttention(Attention):
         dropout = self.attn_drop if self.training else 0.0
         if key_padding_mask is None:
             return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=is_causal)
-        seen = ~key_padding_mask[:, None, None, :]
+        padding = key_padding_mask[:, None, :, None]
+        k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
+        seen = ~padding.mT
         if is_causal:
             n = q.shape[-2]
             seen = seen & seen.new_ones(n, n).tril()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from ecoformer.arguments import shape
+from ecoformer.backends.eager import full_precision
 from ecoformer.functional import Surrogate, sign_ste
 from ecoformer.hashing.quality import HashQuality, hash_quality
 from ecoformer.hashing.ranks import broadcast_state, gather_tokens, same_order
@@ -53,6 +54,8 @@ class Hasher(nn.Module):
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if sign_of_zero not in (-1, 0, 1):
             raise ValueError(f"sign_of_zero must be -1, 0 or 1, got {sign_of_zero}")
+        if surrogate not in ("hardtanh", "sigmoid"):
+            raise ValueError(f'surrogate must be "hardtanh" or "sigmoid", got {surrogate!r}')
         self.num_heads, self.head_dim, self.bits = num_heads, head_dim, bits
         self.surrogate, self.sign_of_zero = surrogate, float(sign_of_zero)
         self.register_buffer("fitted", torch.tensor(False))
@@ -75,7 +78,7 @@ class Hasher(nn.Module):
         options: FitOptions,
         tick: Tick | None,
     ) -> None:
-        """Set the buffers from tokens (B, H, N, D) of fp32 or fp64, all of them finite."""
+        """Set the buffers from finite tokens (B, H, N, D) of fp32 or fp64, zero where they are padding."""
         raise NotImplementedError
 
     def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
@@ -83,7 +86,7 @@ class Hasher(nn.Module):
         self._check(tokens, key_padding_mask)
         self._require_fitted()
         # Codes hang on the sign of small differences: half precision would flip them.
-        with torch.autocast(tokens.device.type, enabled=False):
+        with full_precision(tokens.device):
             wide = tokens if tokens.dtype == torch.float64 else tokens.float()
             y = self.project(wide, None if key_padding_mask is None else ~key_padding_mask)
             return sign_ste(y, self.surrogate, self.sign_of_zero).to(tokens.dtype)
@@ -115,9 +118,11 @@ class Hasher(nn.Module):
         valid = None if key_padding_mask is None else ~key_padding_mask
         if group is not None:
             tokens, valid = gather_tokens(tokens, valid, group)
-        self._check_learnable(tokens, valid)
+        if valid is not None:
+            tokens = tokens.masked_fill(~valid[:, None, :, None], 0)
+        self._check_learnable(tokens)
         tokens, valid = same_order(tokens, valid)
-        with torch.autocast(tokens.device.type, enabled=False):
+        with full_precision(tokens.device):
             generator = torch.Generator().manual_seed(seed)
             self.learn(tokens, valid, generator, options or FitOptions(), tick)
         self._set_fitted()
@@ -168,7 +173,7 @@ class Hasher(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._known_fitted = False
+        self._known_fitted = self.fitted.device.type != "meta" and bool(self.fitted)
 
     def _check(self, tokens: Tensor, key_padding_mask: Tensor | None) -> None:
         expected = f"(B, {self.num_heads}, N, {self.head_dim})"
@@ -185,11 +190,10 @@ class Hasher(nn.Module):
                 f"got {key_padding_mask.dtype} {shape(key_padding_mask)}"
             )
 
-    def _check_learnable(self, tokens: Tensor, valid: Tensor | None) -> None:
-        seen = tokens if valid is None else tokens.masked_fill(~valid[:, None, :, None], 0)
-        broken = int((~seen.isfinite()).flatten(1).any(dim=1).sum())
+    def _check_learnable(self, tokens: Tensor) -> None:
+        broken = int((~tokens.square().sum(dim=-1).isfinite()).flatten(1).any(dim=1).sum())
         if broken:
             raise ValueError(
-                f"tokens {shape(tokens)} hold NaN or infinity in {broken} of {len(tokens)} samples: "
-                "hash functions cannot be learned from them"
+                f"tokens {shape(tokens)} hold NaN or infinity in {broken} of {len(tokens)} samples, or "
+                f"lengths that overflow {tokens.dtype}: hash functions cannot be learned from them"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from ecoformer.arguments import shape
 from ecoformer.hashing.base import Hasher
-from ecoformer.hashing.solver import FitOptions, Tick
+from ecoformer.hashing.solver import FitOptions
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -46,12 +47,11 @@ def fitting(
     done: list[str] = []
 
     def make_hook(name: str, layer_seed: int) -> Callable[..., None]:
-        layer_tick: Tick | None = None if tick is None else lambda: tick(name)
-
         def hook(hasher: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if name in done or not isinstance(hasher, Hasher):
                 return
             tokens, mask = _arguments(*args, **kwargs)
+            layer_tick = None if tick is None else partial(tick, name)
             hasher.fit(
                 tokens, key_padding_mask=mask, seed=layer_seed, options=options, group=group, tick=layer_tick
             )
@@ -97,7 +97,7 @@ def fit_hashers(
     if samples < 1:
         raise ValueError(f"samples must be at least 1, got {samples}")
     batch = _first_samples(batches, samples)
-    device = next(chain(model.parameters(), model.buffers())).device
+    anything = next(chain(model.parameters(), model.buffers()), torch.empty(0))
     options = options or FitOptions()
     training = {module: module.training for module in model.modules()}
     model.eval()
@@ -108,7 +108,7 @@ def fit_hashers(
             _bar(model, options, progress and first_rank) as tick,
             fitting(model, seed=seed, options=options, group=group, tick=tick) as done,
         ):
-            (forward or _run)(model, _move(batch, device))
+            (forward or _run)(model, _move(batch, anything.device))
     finally:
         for module, mode in training.items():
             module.training = mode

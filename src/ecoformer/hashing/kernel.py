@@ -7,19 +7,23 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ecoformer.arguments import shape
 from ecoformer.functional import Surrogate
 from ecoformer.hashing.base import Hasher
-from ecoformer.hashing.pairs import SparseLabels, find_pairs
+from ecoformer.hashing.pairs import CosineLabels, Labels, SparseLabels, find_pairs
 from ecoformer.hashing.solver import FitOptions, Tick, learn_bits
+from ecoformer.hashing.support import draw_support, spread_support
 
 MAX_BITS = 64
 
 
 def unit_length(tokens: Tensor) -> Tensor:
-    """Tokens of length one; a zero vector stays zero and passes its gradient on unscaled."""
+    """Tokens of length one; a zero vector stays zero and passes its gradient on unscaled.
+
+    A length whose square overflows gives NaN, lest the token pass for a zero vector.
+    """
     square = tokens.square().sum(dim=-1, keepdim=True)
-    return tokens * torch.where(square == 0, 1, square).rsqrt()
+    scale = torch.where(square == 0, 1, square).rsqrt()
+    return tokens * torch.where(square.isinf(), torch.nan, scale)
 
 
 def squared_distances(unit: Tensor, support: Tensor) -> Tensor:
@@ -45,6 +49,7 @@ class KernelHasher(Hasher):
         sign_of_zero: +1 in the paper, 0 in the released code.
     """
 
+    _moves_support = True
     support_samples: Tensor
     mean: Tensor
     sigma: Tensor
@@ -90,7 +95,7 @@ class KernelHasher(Hasher):
         distances = squared_distances(unit_length(tokens), self.support_samples.to(dtype))
         sigma = self.sigma.to(dtype).view(-1, 1, 1)
         if self.sigma_from == "input":
-            sigma = _mean_over_tokens(distances, valid).mean(dim=-1)[..., None, None]
+            sigma = _width(distances, valid)[..., None, None]
         kernel = torch.exp(-distances / (2 * sigma))
         return (kernel - self.mean.to(dtype).unsqueeze(-2)) @ self.weight.to(dtype)
 
@@ -105,13 +110,17 @@ class KernelHasher(Hasher):
         """Draw support samples from all tokens, centre the kernel on them, learn A."""
         unit = unit_length(tokens).transpose(0, 1)
         present = None if valid is None else valid.expand(self.num_heads, -1, -1)
-        support = self._draw_support(unit, valid, generator)
+        support = draw_support(unit, valid, self.support, generator)
+        if self._moves_support and options.support == "kmeans":
+            support = spread_support(unit, valid, support)
         distances = squared_distances(unit, support.unsqueeze(1))
-        flat, flat_present = distances.flatten(1, 2), None if valid is None else valid.reshape(1, -1)
-        sigma = _mean_over_tokens(flat, flat_present).mean(dim=-1)
-        sigma = torch.where(sigma == 0, 1, sigma)
-        kernel = torch.exp(-distances / (2 * sigma.view(-1, 1, 1, 1)))
-        mean = _mean_over_tokens(kernel.flatten(1, 2), flat_present)
+        everyone = None if valid is None else valid.reshape(1, -1)
+        sigma = _width(distances.flatten(1, 2), everyone)
+        widths = sigma.view(-1, 1, 1, 1)
+        if self.sigma_from == "input":
+            widths = _width(distances.transpose(0, 1), valid).mT[..., None, None]
+        kernel = torch.exp(-distances / (2 * widths))
+        mean = _mean_over_tokens(kernel.flatten(1, 2), everyone)
         features = kernel - mean[:, None, None, :]
         if present is not None:
             features = features.masked_fill(~present.unsqueeze(-1), 0)
@@ -133,31 +142,23 @@ class KernelHasher(Hasher):
         tick: Tick | None,
     ) -> Tensor:
         """A (H, m, b); everything else is (H, B, N, ...)."""
-        labels = SparseLabels(find_pairs(unit, options.pairs, present))
+        labels: Labels
+        if options.target == "cosine":
+            labels = CosineLabels(unit, present)
+        else:
+            labels = SparseLabels(find_pairs(unit, options.pairs, present))
         return learn_bits(features, labels, self.bits, options, generator, tick)
-
-    def _draw_support(self, unit: Tensor, valid: Tensor | None, generator: torch.Generator) -> Tensor:
-        """m tokens of every head (H, m, D), drawn from all samples."""
-        heads, batch, n, dim = unit.shape
-        candidates = torch.arange(batch * n)
-        if valid is not None:
-            candidates = candidates[valid.flatten().cpu()]
-        if len(candidates) < self.support:
-            raise ValueError(
-                f"tokens {shape(unit.transpose(0, 1))} hold {len(candidates)} tokens a head (padding apart), "
-                f"fewer than support={self.support}: pass more tokens or lower support"
-            )
-        picks = [candidates[torch.randperm(len(candidates), generator=generator)] for _ in range(heads)]
-        index = torch.stack(picks)[:, : self.support, None].expand(-1, -1, dim).to(unit.device)
-        return unit.flatten(1, 2).gather(1, index)
 
 
 class KlshHasher(KernelHasher):
     """Kernelised locality-sensitive hashing: random hyperplanes in the kernel's own feature space.
 
     A bit's weights are K^(-1/2) times the indicator of a few random support samples, with K the centred
-    kernel matrix of the support samples (Kulis and Grauman, 2009). Nothing is learned beyond that.
+    kernel matrix of the support samples (Kulis and Grauman, 2009). Nothing is learned beyond that, and the
+    support samples stay the random tokens they were drawn as.
     """
+
+    _moves_support = False
 
     def _solve(
         self,
@@ -189,6 +190,12 @@ def _mean_over_tokens(x: Tensor, valid: Tensor | None) -> Tensor:
         return x.mean(dim=-2)
     present = valid.unsqueeze(-1) if x.ndim == 3 else valid[:, None, :, None]
     return x.masked_fill(~present, 0).sum(dim=-2) / present.sum(dim=-2).clamp_min(1)
+
+
+def _width(distances: Tensor, valid: Tensor | None) -> Tensor:
+    """sigma (...): the mean of the squared distances (..., N, m), 1 where all are zero."""
+    mean = _mean_over_tokens(distances, valid).mean(dim=-1)
+    return torch.where(mean == 0, 1, mean)
 
 
 def _unit_scale(weight: Tensor, features: Tensor, present: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ Queries and keys are one projection of unit length here, so a row's attention sc
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -47,20 +47,49 @@ def find_pairs(tokens: Tensor, l: int, valid: Tensor | None = None) -> Pairs:  #
     n = tokens.shape[-2]
     width = min(l, max(0, (n - 1) // 2))
     unit = F.normalize(tokens, dim=-1)
-    hidden = None if valid is None else ~valid.unsqueeze(-2)
+    kept = unit.new_ones(1, width, dtype=torch.bool)
+    if valid is not None:
+        limit = (valid.sum(dim=-1) - 1) // 2
+        kept = torch.arange(width, device=unit.device) < limit[..., None, None]
     similar, dissimilar = [], []
     for block in row_blocks(unit):
         near = far = unit[..., block, :] @ unit.mT
-        if hidden is not None:
+        if valid is not None:
+            hidden = ~valid.unsqueeze(-2)
             near, far = near.masked_fill(hidden, -torch.inf), far.masked_fill(hidden, torch.inf)
         similar.append(own_scores(near, block, -torch.inf).topk(width, dim=-1).indices)
-        dissimilar.append(own_scores(far, block, torch.inf).topk(width, dim=-1, largest=False).indices)
-    counts = unit.new_ones(*tokens.shape[:-1], width)
-    if valid is not None:
-        kept = (valid.sum(dim=-1) - 1) // 2
-        counts = (torch.arange(width, device=unit.device) < kept[..., None, None]) & valid.unsqueeze(-1)
-        counts = counts.to(unit.dtype).expand(*tokens.shape[:-1], width)
+        far = own_scores(far, block, torch.inf)
+        # Scores tie: a token that is among the similar ones must not be found again from the other end.
+        taken = far.gather(-1, similar[-1]).masked_fill(kept, torch.inf)
+        far = far.scatter(-1, similar[-1], taken)
+        dissimilar.append(far.topk(width, dim=-1, largest=False).indices)
+    counts = (kept if valid is None else kept & valid.unsqueeze(-1)).to(unit.dtype)
+    counts = counts.expand(*tokens.shape[:-1], width)
     return Pairs(torch.cat(similar, dim=-2), torch.cat(dissimilar, dim=-2), counts)
+
+
+class Labels(Protocol):
+    """What products of codes are to reproduce, as a matrix that can only be multiplied with."""
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        """The matrix times x (..., N, p)."""
+
+
+class CosineLabels:
+    """Every pair's cosine, after the sample's mean token is taken off: a matrix of rank D, never formed."""
+
+    def __init__(self, unit: Tensor, valid: Tensor | None) -> None:
+        if valid is None:
+            self._tokens = unit - unit.mean(dim=-2, keepdim=True)
+            return
+        present = valid.unsqueeze(-1)
+        mean = unit.masked_fill(~present, 0).sum(dim=-2, keepdim=True)
+        mean = mean / present.sum(dim=-2, keepdim=True).clamp_min(1)
+        self._tokens = (unit - mean).masked_fill(~present, 0)
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        """The matrix times x (..., N, p)."""
+        return self._tokens @ (self._tokens.mT @ x)
 
 
 class SparseLabels:
@@ -72,8 +101,8 @@ class SparseLabels:
     def __init__(self, pairs: Pairs) -> None:
         n, width = pairs.similar.shape[-2:]
         device = pairs.similar.device
-        similar, dissimilar = (x.reshape(-1, n, width) for x in pairs[:2])
-        counts = pairs.counts.reshape(-1, n, width)
+        matrices = pairs.similar.shape[:-2].numel()
+        similar, dissimilar, counts = (x.reshape(matrices, n, width) for x in pairs)
         matrix = torch.arange(len(similar), device=device).view(-1, 1, 1) * n
         rows = (matrix + torch.arange(n, device=device).view(n, 1)).expand_as(similar)
         rows = torch.cat([rows.flatten(), rows.flatten()])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ecoformer.hashing.pairs import Pairs, SparseLabels, find_pairs, own_scores, row_blocks
 
@@ -18,6 +19,9 @@ class HashQuality:
         objective: |H H^T - b Y|^2, the mean over samples and heads.
         recall: share of softmax's top-l neighbours among the l nearest codes, the mean over tokens. Codes
             tie often; this is the expectation when ties are broken at random.
+        correlation: of the codes' products with the tokens' cosines over all pairs, the mean over samples and
+            heads. The objective asks for 0 wherever a pair is neither among the most nor the least alike, so
+            codes can have a low objective and yet tell little of the similarities in between.
         objective_per_head: the objective head by head (H,).
         recall_per_head: the recall head by head (H,).
         neighbours: l.
@@ -25,6 +29,7 @@ class HashQuality:
 
     objective: float
     recall: float
+    correlation: float
     objective_per_head: Tensor
     recall_per_head: Tensor
     neighbours: int
@@ -34,6 +39,8 @@ def hash_quality(
     codes: Tensor, tokens: Tensor, neighbours: int = 10, valid: Tensor | None = None
 ) -> HashQuality:
     """Quality of codes (B, H, N, b) for tokens (B, H, N, D); `valid` (B, N) is False for padding."""
+    if neighbours < 1:
+        raise ValueError(f"neighbours must be at least 1, got {neighbours}")
     everywhere = None if valid is None else valid.unsqueeze(1)
     pairs = find_pairs(tokens, neighbours, everywhere)
     codes = codes.to(tokens.dtype)
@@ -41,8 +48,14 @@ def hash_quality(
         codes = codes.masked_fill(~valid[:, None, :, None], 0)
     objective = _objective(codes, pairs).mean(dim=0)
     recall = _recall(codes, pairs, everywhere)
+    correlation = _correlation(codes, tokens, valid)
     return HashQuality(
-        float(objective.mean()), float(recall.mean()), objective, recall, pairs.similar.shape[-1]
+        float(objective.mean()),
+        float(recall.mean()),
+        float(correlation.mean()),
+        objective,
+        recall,
+        pairs.similar.shape[-1],
     )
 
 
@@ -53,6 +66,25 @@ def _objective(codes: Tensor, pairs: Pairs) -> Tensor:
     agreement = (codes * (SparseLabels(pairs) @ codes)).sum(dim=(-2, -1))
     labels = 2 * pairs.counts.sum(dim=(-2, -1))
     return gram.square().sum(dim=(-2, -1)) - 2 * bits * agreement + bits**2 * labels
+
+
+def _correlation(codes: Tensor, tokens: Tensor, valid: Tensor | None) -> Tensor:
+    """Correlation of h_i . h_j with the cosine of tokens i and j over all i and j, from small products alone."""
+    unit = F.normalize(tokens, dim=-1)
+    present = tokens.new_tensor(tokens.shape[-2])
+    if valid is not None:
+        unit = unit.masked_fill(~valid[:, None, :, None], 0)
+        present = valid.sum(dim=-1).to(tokens.dtype).clamp_min(1).unsqueeze(-1)
+    pairs = present.square()
+
+    def moment(a: Tensor, b: Tensor) -> Tensor:
+        """Covariance of the entries of a a^T with those of b b^T."""
+        both = (a.mT @ b).square().sum(dim=(-2, -1)) / pairs
+        alone = [x.sum(dim=-2).square().sum(dim=-1) / pairs for x in (a, b)]
+        return both - alone[0] * alone[1]
+
+    spread = moment(codes, codes) * moment(unit, unit)
+    return torch.where(spread > 0, moment(codes, unit) / spread.clamp_min(1e-30).sqrt(), 0)
 
 
 def _recall(codes: Tensor, pairs: Pairs, valid: Tensor | None) -> Tensor:

@@ -9,13 +9,14 @@ from torch.nn import functional as F
 
 
 def same_order(tokens: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Samples (B, ...) in an order that hangs on their content alone.
+    """Samples (B, H, N, D), zero where they are padding, in an order that hangs on their content alone.
 
     Ranks hold the samples of a batch in another order than one process does; random draws must not notice.
     """
-    flat = tokens.flatten(1).double()
-    weights = torch.linspace(1, 2, flat.shape[1], dtype=torch.float64, device=flat.device)
-    order = (flat * weights).sum(dim=1).argsort(stable=True)
+    _, heads, n, dim = tokens.shape
+    place = torch.arange(n, dtype=torch.float64, device=tokens.device).cos()
+    channel = torch.arange(heads * dim, dtype=torch.float64, device=tokens.device).cos().view(heads, dim)
+    order = torch.einsum("bhnd,n,hd->b", tokens.double(), place, channel).argsort(stable=True)
     return tokens[order], None if valid is None else valid[order]
 
 

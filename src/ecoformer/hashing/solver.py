@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ecoformer.hashing.pairs import SparseLabels
+from ecoformer.hashing.pairs import Labels
 
 Tick = Callable[[], None]
 
@@ -23,6 +23,11 @@ class FitOptions:
     """How hash functions are learned.
 
     Attributes:
+        support: "kmeans" moves the random support samples to the centres of their neighbourhoods, which keeps
+            more of the neighbours; "random" leaves them where they were drawn, as the paper does.
+        target: what products of codes are to reproduce. "pairs", the paper's: +1 and -1 for the pairs with
+            the largest and smallest scores and 0 for all others. "cosine": every pair's cosine after the
+            sample's mean token is taken off; no pairs are searched, so that fitting is linear in tokens.
         pairs: l, the number of similar and of dissimilar tokens a token is paired with.
         steps: gradient steps a bit.
         passes: how often each bit is visited; later visits see all other bits.
@@ -35,6 +40,8 @@ class FitOptions:
         momentum: Nesterov's momentum.
     """
 
+    support: Literal["kmeans", "random"] = "kmeans"
+    target: Literal["pairs", "cosine"] = "pairs"
     pairs: int = 10
     steps: int = 100
     passes: int = 1
@@ -47,22 +54,27 @@ class FitOptions:
         for name, least in (("pairs", 1), ("steps", 0), ("passes", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"FitOptions.{name} must be at least {least}, got {getattr(self, name)}")
-        if self.start not in ("spectral", "random"):
-            raise ValueError(f'FitOptions.start must be "spectral" or "random", got {self.start!r}')
-        if self.relaxation not in ("hardtanh", "sigmoid"):
-            raise ValueError(
-                f'FitOptions.relaxation must be "hardtanh" or "sigmoid", got {self.relaxation!r}'
-            )
+        choices = {
+            "support": ("kmeans", "random"),
+            "target": ("pairs", "cosine"),
+            "start": ("spectral", "random"),
+            "relaxation": ("hardtanh", "sigmoid"),
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f'FitOptions.{name} must be "{known[0]}" or "{known[1]}", got {getattr(self, name)!r}'
+                )
 
     @classmethod
     def released(cls) -> FitOptions:
         """The settings of the authors' released code."""
-        return cls(start="random", relaxation="sigmoid", lr=5e-4)
+        return cls(support="random", start="random", relaxation="sigmoid", lr=5e-4)
 
 
 def learn_bits(
     features: Tensor,
-    labels: SparseLabels,
+    labels: Labels,
     bits: int,
     options: FitOptions,
     generator: torch.Generator,
@@ -78,7 +90,7 @@ class _Solver:
     def __init__(
         self,
         features: Tensor,
-        labels: SparseLabels,
+        labels: Labels,
         bits: int,
         options: FitOptions,
         generator: torch.Generator,
@@ -87,7 +99,7 @@ class _Solver:
         self.sizes = features.shape[:3]
         self.present = (features != 0).any(dim=-1).to(features.dtype)
         self.features = features.flatten(1, 2)
-        self.basis = _whitening(self.features) if options.start == "spectral" else None
+        self.basis = _whitening(self.features, self._tokens()) if options.start == "spectral" else None
         if self.basis is not None:
             self.features = self.features @ self.basis
         self.codes = features.new_zeros(*self.sizes, bits)
@@ -128,7 +140,7 @@ class _Solver:
         for step in range(self.options.steps):
             y = self._project(weights)
             if straight_through:
-                size = _root_mean_square(y)
+                size = _root_mean_square(y, self._tokens())
                 weights, y = weights / size[:, None], y / size[:, None, None]
                 relaxed, slope = self._bit(y), (y.abs() <= 1).to(y.dtype)
             else:
@@ -168,9 +180,13 @@ class _Solver:
 
     def _gradient(self, pull: Tensor) -> Tensor:
         """Gradient of h^T R h / (N b), averaged over samples and heads as the released code does."""
-        heads, batch, n = self.sizes
+        heads = self.sizes[0]
         flat = (self.features.mT @ pull.reshape(heads, -1, 1)).squeeze(-1)
-        return flat * (2 / (n * self.bits * batch * heads))
+        return flat * (2 / (self.bits * heads * self._tokens().unsqueeze(-1)))
+
+    def _tokens(self) -> Tensor:
+        """Number of tokens that are no padding, of every head (H,)."""
+        return self.present.sum(dim=(1, 2)).clamp_min(1)
 
     def _curvature(self) -> Tensor:
         """b G^T Y G: what the labels ask of any bit, if sign() is left out."""
@@ -187,18 +203,18 @@ def _where_higher(best: Tensor, score: Tensor, weights: Tensor, new_score: Tenso
     return torch.where(higher[:, None], weights, best), torch.where(higher, new_score, score)
 
 
-def _root_mean_square(y: Tensor) -> Tensor:
-    """Root mean square of each head's (B, N) numbers, 1 where all are zero."""
-    size = y.square().mean(dim=(1, 2)).sqrt()
+def _root_mean_square(y: Tensor, tokens: Tensor) -> Tensor:
+    """Root mean square of each head's numbers (H, B, N), zero for padding; 1 where all are zero."""
+    size = (y.square().sum(dim=(1, 2)) / tokens).sqrt()
     return torch.where(size == 0, 1, size)
 
 
-def _whitening(features: Tensor) -> Tensor:
+def _whitening(features: Tensor, tokens: Tensor) -> Tensor:
     """Basis (H, m, m) in which the features (H, T, m) are uncorrelated and of equal size.
 
     Directions that the tokens hardly use are left small: dividing by their size would only magnify noise.
     """
-    square = (features.mT @ features).double() / features.shape[1]
+    square = (features.mT @ features).double() / tokens.view(-1, 1, 1)
     values, vectors = torch.linalg.eigh(square)
     least = (values[..., -1:] * 1e-6).clamp_min(1e-30)
     basis: Tensor = vectors * values.clamp_min(least).rsqrt().unsqueeze(-2)

@@ -1,0 +1,53 @@
+"""Result files: what ran, on what, at which commit, and the figures."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ecoformer
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+
+
+def write_result(name: str, figures: Any) -> Path:
+    """Write `results/NAME.json` and return its path."""
+    record = {
+        "command": "python " + " ".join([_relative(sys.argv[0]), *sys.argv[1:]]),
+        "commit": _commit(),
+        "hardware": _hardware(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "ecoformer": ecoformer.__version__,
+        },
+        "figures": figures,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    return path
+
+
+def _relative(script: str) -> str:
+    path, root = Path(script).resolve(), RESULTS.parent
+    return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
+
+
+def _commit() -> str:
+    run = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=RESULTS.parent
+    )
+    return run.stdout.strip() or "unknown"
+
+
+def _hardware() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

@@ -1,0 +1,1 @@
+"""Data sets and the samples that come with scikit-learn."""

@@ -1,0 +1,299 @@
+"""Hashers: codes against the paper's equations, state that survives, gradients, errors."""
+
+import copy
+import io
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from ecoformer import FitOptions, KernelHasher, KlshHasher, LshHasher, SignHasher, reference
+from ecoformer.hashing import UnfittedHasherError
+
+HEADS, DIM, BITS, SUPPORT = 2, 6, 8, 5
+QUICK = FitOptions(steps=10, pairs=3)
+MAKERS = {
+    "kernel": lambda **kw: KernelHasher(HEADS, DIM, BITS, SUPPORT, **kw),
+    "input": lambda **kw: KernelHasher(HEADS, DIM, BITS, SUPPORT, sigma="input", **kw),
+    "trainable": lambda **kw: KernelHasher(HEADS, DIM, BITS, SUPPORT, trainable=True, **kw),
+    "klsh": lambda **kw: KlshHasher(HEADS, DIM, BITS, SUPPORT, **kw),
+    "lsh": lambda **kw: LshHasher(HEADS, DIM, BITS, **kw),
+    "channels": lambda **kw: SignHasher(HEADS, DIM, **kw),
+    "fourier": lambda **kw: SignHasher(HEADS, DIM, BITS, features="fourier", **kw),
+}
+LEARNERS = ("kernel", "input", "trainable", "klsh")
+every_hasher = pytest.mark.parametrize("kind", MAKERS)
+learners = pytest.mark.parametrize("kind", LEARNERS)
+
+
+def tokens(batch=3, n=20, seed=0, dtype=torch.float32):
+    draws = torch.randn(batch, HEADS, n, DIM, generator=torch.Generator().manual_seed(seed))
+    return (draws + 0.5).to(dtype)
+
+
+def fitted(kind="kernel", seed=0, **kwargs):
+    return MAKERS[kind](**kwargs).fit(tokens(), seed=seed, options=QUICK)
+
+
+def by_the_book(hasher, x, sigma):
+    """Eqs. (10) and (11) from the hasher's buffers."""
+    mean = hasher.mean.to(x).unsqueeze(-2)
+    return reference.hash_codes(x, hasher.support_samples.to(x), sigma, mean, hasher.weight.detach().to(x))
+
+
+@every_hasher
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_codes_are_signs_in_the_tokens_dtype(kind, dtype):
+    hasher, x = fitted(kind), tokens(seed=1, dtype=dtype)
+    codes = hasher(x)
+    assert codes.dtype == dtype
+    assert codes.shape == (3, HEADS, 20, hasher.bits)
+    assert codes.abs().eq(1).all()
+    assert {-1.0, 1.0} == set(codes.float().unique().tolist())
+    strided = x.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(hasher(strided), codes)
+
+
+@pytest.mark.parametrize("kind", ["kernel", "klsh", "trainable"])
+def test_codes_equal_the_equations(kind):
+    hasher, x = fitted(kind), tokens(seed=1, dtype=torch.float64)
+    assert torch.equal(hasher(x), by_the_book(hasher, x, hasher.sigma.double().view(-1, 1, 1)))
+
+
+def test_input_width_is_the_released_codes():
+    hasher, x = fitted("input"), tokens(seed=1, dtype=torch.float64)
+    distances = reference.squared_distances(reference.unit(x), hasher.support_samples.double())
+    codes = hasher(x)
+    assert torch.equal(codes, by_the_book(hasher, x, distances.mean(dim=(-2, -1), keepdim=True)))
+    assert not torch.equal(codes, by_the_book(hasher, x, hasher.sigma.double().view(-1, 1, 1)))
+    padding = torch.arange(20) >= torch.tensor([20, 12, 1])[:, None]
+    masked = hasher(x.masked_fill(padding[:, None, :, None], torch.nan), padding)
+    for sample, length in enumerate((20, 12, 1)):
+        assert torch.equal(masked[sample, :, :length], hasher(x[sample : sample + 1, :, :length])[0])
+
+
+@every_hasher
+def test_zero_vector(kind):
+    hasher, x = fitted(kind), tokens(seed=1)
+    x[0, :, 3] = 0
+    codes = hasher(x.requires_grad_())
+    codes.sum().backward()
+    assert codes.abs().eq(1).all()
+    assert x.grad.isfinite().all()
+
+
+POOR = {
+    "zeros": lambda: torch.zeros(2, HEADS, 20, DIM),
+    "all the same": lambda: tokens()[:1, :, :1].expand(2, -1, 20, -1),
+    **{f"{n} a sample": lambda n=n: tokens(batch=9, n=n) for n in (1, 2, 3)},
+}
+
+
+@every_hasher
+@pytest.mark.parametrize("content", POOR)
+def test_tokens_that_teach_little(kind, content):
+    x = POOR[content]()
+    hasher = MAKERS[kind]().fit(x, options=QUICK)
+    assert hasher(x).abs().eq(1).all()
+    assert hasher(tokens()).abs().eq(1).all()
+
+
+@every_hasher
+def test_nan_stays_where_it_is(kind):
+    hasher, x = fitted(kind), tokens(seed=1)
+    clean = hasher(x)
+    x[1, 0, 4] = torch.nan
+    codes = hasher(x)
+    assert codes[1, 0, 4].isnan().all()
+    reached = torch.zeros(3, HEADS, 20, dtype=torch.bool)
+    reached[(1, 0, 4) if hasher.token_wise else (1, 0)] = True
+    assert torch.equal(codes[~reached], clean[~reached])
+
+
+@every_hasher
+def test_tokens_do_not_depend_on_each_other(kind):
+    hasher, x = fitted(kind), tokens(seed=1)
+    other = torch.cat([x[:, :, :1], 5 * tokens(seed=2)[:, :, :1].expand(-1, -1, 19, -1)], dim=2)
+    alone, changed = hasher(x[:, :, :1]), hasher(other)[:, :, :1]
+    assert torch.equal(hasher(x)[:, :, :1], alone) == (kind != "input")
+    assert torch.equal(changed, alone) == (kind != "input")
+    assert hasher.token_wise == (kind != "input")
+
+
+@every_hasher
+@pytest.mark.parametrize("scale", [2.0**-30, 2.0**30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_length_does_not_matter(kind, scale, dtype):
+    hasher, x = fitted(kind), tokens(seed=1, dtype=dtype)
+    assert torch.equal(hasher(x * scale), hasher(x))
+
+
+def through_file(source, target):
+    file = io.BytesIO()
+    torch.save(source.state_dict(), file)
+    file.seek(0)
+    target.load_state_dict(torch.load(file, weights_only=True))
+    return target
+
+
+COPIES = {
+    "save and load": lambda hasher, new: through_file(hasher, new),
+    "assign": lambda hasher, new: new.load_state_dict(hasher.state_dict(), assign=True) and new,
+    "deepcopy": lambda hasher, new: copy.deepcopy(hasher),
+    "dtype": lambda hasher, new: copy.deepcopy(hasher).to(torch.float64).to(torch.float32),
+    "inside": lambda hasher, new: through_file(nn.ModuleList([hasher]), nn.ModuleList([new]))[0],
+}
+
+
+@every_hasher
+@pytest.mark.parametrize("how", COPIES)
+def test_state_survives(kind, how):
+    hasher, x = fitted(kind, seed=3), tokens(seed=1)
+    twin = COPIES[how](hasher, MAKERS[kind]())
+    assert bool(twin.fitted)
+    assert torch.equal(twin(x), hasher(x))
+    assert "fitted=True" in repr(twin)
+
+
+@learners
+def test_loading_an_unfitted_state_unfits(kind):
+    hasher = fitted(kind)
+    hasher(tokens())
+    hasher.load_state_dict(MAKERS[kind]().state_dict())
+    with pytest.raises(UnfittedHasherError, match=r"is not fitted: call its fit\(tokens\)"):
+        hasher(tokens())
+    assert "fitted=False" in repr(hasher)
+
+
+@every_hasher
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_keep_exact_hashers(kind, dtype):
+    hasher, x = fitted(kind), tokens(seed=1, dtype=dtype)
+    expected = hasher(x.float())
+    model = nn.Sequential(nn.Linear(2, 2), copy.deepcopy(hasher)).to(dtype)
+    assert model[0].weight.dtype == dtype
+    for name, value in model[1].state_dict().items():
+        assert torch.equal(value, hasher.state_dict()[name])
+        assert value.dtype == (torch.bool if name == "fitted" else torch.float32)
+    assert torch.equal(model[1](x).float(), expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(hasher(x.float()), expected)
+
+
+@pytest.mark.parametrize(("kind", "loaded"), [*((kind, False) for kind in MAKERS), ("kernel", True)])
+def test_compiles_in_one_graph(kind, loaded):
+    torch._dynamo.reset()
+    hasher, x = fitted(kind), tokens(seed=1)
+    expected = hasher(x)
+    if loaded:
+        hasher = through_file(hasher, MAKERS[kind]())
+    compiled = torch.compile(hasher, fullgraph=True, backend="aot_eager")
+    codes = compiled(x.requires_grad_())
+    assert torch.equal(codes, expected)
+    codes.sum().backward()
+    assert x.grad.isfinite().all()
+
+
+@every_hasher
+@pytest.mark.parametrize("surrogate", ["hardtanh", "sigmoid"])
+def test_gradient_is_that_of_the_stand_in(kind, surrogate):
+    hasher, x = fitted(kind, surrogate=surrogate), tokens(seed=1).requires_grad_()
+    weights = torch.randn(3, HEADS, 20, hasher.bits, generator=torch.Generator().manual_seed(0))
+    (grad,) = torch.autograd.grad((hasher(x) * weights).sum(), x)
+    y = hasher.project(x, None)
+    smooth = y.clamp(-1, 1) if surrogate == "hardtanh" else 2 * torch.sigmoid(y) - 1
+    (expected,) = torch.autograd.grad((smooth * weights).sum(), x)
+    torch.testing.assert_close(grad, expected)
+    assert grad.isfinite().all()
+    assert grad.abs().sum() > 0
+
+
+def test_trainable_weights():
+    hasher = MAKERS["trainable"]()
+    weight = hasher.weight
+    hasher.fit(tokens(), options=QUICK)
+    assert hasher.weight is weight  # optimisers hold on to it
+    assert weight.requires_grad
+    assert weight.grad is None
+    assert torch.equal(weight, fitted("kernel").weight)
+    (hasher(tokens(seed=1)) * torch.arange(BITS)).sum().backward()
+    assert weight.grad.isfinite().all()
+    assert weight.grad.abs().sum() > 0
+
+
+@learners
+def test_nothing_else_is_trained(kind):
+    hasher = fitted(kind)
+    assert [name for name, _ in hasher.named_parameters()] == ["weight"] * (kind == "trainable")
+    assert not any(buffer.requires_grad for buffer in hasher.buffers())
+
+
+@pytest.mark.parametrize("zero", [-1, 0, 1])
+def test_sign_of_zero(zero):
+    assert (SignHasher(1, 3, sign_of_zero=zero)(torch.zeros(1, 1, 2, 3)) == zero).all()
+
+
+def kernel(**kwargs):
+    return lambda: KernelHasher(HEADS, DIM, **{"bits": BITS, "support": SUPPORT, **kwargs})
+
+
+def fit(x, mask=None):
+    return lambda: MAKERS["kernel"]().fit(x, key_padding_mask=mask)
+
+
+BROKEN = tokens()
+BROKEN[1, 0, 3, 2] = torch.nan
+BROKEN[2, 1] = torch.inf
+MISTAKES = [
+    (kernel(bits=0), "bits must be at least 1, got 0"),
+    (kernel(bits=65), "bits must be from 1 to 64, got 65"),
+    (kernel(support=0), "support must be at least 1, got 0"),
+    (kernel(sigma=2.0), 'sigma must be "stored" or "input", got 2.0'),
+    (kernel(surrogate="tanh"), 'surrogate must be "hardtanh" or "sigmoid", got \'tanh\''),
+    (kernel(sign_of_zero=2), "sign_of_zero must be -1, 0 or 1, got 2"),
+    (lambda: LshHasher(0, DIM), "num_heads must be at least 1, got 0"),
+    (lambda: LshHasher(HEADS, DIM, bits=0), "bits must be at least 1, got 0"),
+    (lambda: SignHasher(HEADS, 0), "head_dim must be at least 1, got 0"),
+    (lambda: SignHasher(HEADS, DIM, features="pixels"), '"channels" or "fourier", got \'pixels\''),
+    (lambda: SignHasher(HEADS, DIM, bits=DIM + 1), "bits must be at most head_dim=6, got 7"),
+    (fit(tokens()[:, :1]), "tokens must be (B, 2, N, 6), got (3, 1, 20, 6)"),
+    (fit(tokens()[0]), "tokens must be (B, 2, N, 6), got (2, 20, 6)"),
+    (fit(tokens()[..., :5]), "tokens must be (B, 2, N, 6), got (3, 2, 20, 5)"),
+    (fit(tokens(batch=1, n=4)), "(1, 2, 4, 6) hold 4 tokens a head (padding apart), fewer than support=5"),
+    (fit(tokens(), torch.ones(3, 20).bool()), "(3, 2, 20, 6) hold 0 tokens a head"),
+    (fit(BROKEN), "tokens (3, 2, 20, 6) hold NaN or infinity in 2 of 3 samples"),
+    (
+        fit(tokens(), torch.ones(20, 20).bool()),
+        "key_padding_mask must be bool (B, N) = (3, 20), got torch.bool",
+    ),
+    (fit(tokens(), torch.ones(3, 20)), "key_padding_mask must be bool (B, N) = (3, 20), got torch.float32"),
+    (lambda: fitted()(tokens()[:, :1]), "tokens must be (B, 2, N, 6), got (3, 1, 20, 6)"),
+    (lambda: fitted()(tokens(), torch.ones(2, 20).bool()), "(B, N) = (3, 20), got torch.bool (2, 20)"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
+def test_mistakes(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+@every_hasher
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_tokens_are_floating_point(kind, dtype):
+    hasher = fitted(kind)
+    for call in (hasher, hasher.fit):
+        with pytest.raises(TypeError, match=rf"^tokens must be floating point, got {dtype} \(3, 2, 20, 6\)$"):
+            call(tokens().to(dtype))
+
+
+@learners
+def test_unfitted(kind):
+    hasher = MAKERS[kind]()
+    with pytest.raises(UnfittedHasherError, match=f"^{type(hasher).__name__} is not fitted: call its fit"):
+        hasher(tokens())
+    with pytest.raises(ValueError, match="NaN"):
+        hasher.fit(BROKEN)
+    assert not hasher.fitted
