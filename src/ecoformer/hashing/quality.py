@@ -69,7 +69,7 @@ def _objective(codes: Tensor, pairs: Pairs) -> Tensor:
 
 
 def _correlation(codes: Tensor, tokens: Tensor, valid: Tensor | None) -> Tensor:
-    """Correlation of h_i . h_j with the cosine of tokens i and j over all i and j, from small products alone."""
+    """Correlation of h_i . h_j with the cosine of tokens i and j over all pairs, from small products."""
     unit = F.normalize(tokens, dim=-1)
     present = tokens.new_tensor(tokens.shape[-2])
     if valid is not None:
