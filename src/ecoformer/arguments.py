@@ -59,7 +59,7 @@ def packed_width(name: str, packed: Tensor, bits: int | None) -> int:
     if bits is None:
         bits = _WIDTH_OF.get(packed.dtype)
         if bits is None:
-            raise ValueError(f"{name} is packed as {packed.dtype}, which does not say b: pass bits=b")
+            raise ValueError(f"{name} {shape(packed)} of {packed.dtype} does not say b: pass bits=b")
     room = 8 * packed.element_size()
     if not 1 <= bits <= room:
         raise ValueError(f"bits={bits} is out of range for {name} of {packed.dtype}: 1 to {room}")
@@ -107,7 +107,8 @@ def _check_code(name: str, codes: Tensor, v: Tensor, bits: int | None) -> int:
         return packed_width(name, codes, bits)
     width = int(codes.shape[-1])
     if width < 1 or (bits is not None and bits != width):
-        raise ValueError(f"{name} {shape(codes)} has {width} bits" + (f", but bits={bits}" if bits else ""))
+        contradiction = "" if bits is None else f", but bits={bits}"
+        raise ValueError(f"{name} {shape(codes)} has {width} bits{contradiction}")
     return width
 
 
@@ -116,15 +117,17 @@ def _check_mask(mask: Tensor | None, v: Tensor) -> Tensor | None:
     if mask is None:
         return None
     if mask.dtype != torch.bool:
-        raise TypeError(f"key_padding_mask must be bool, True where a key is padding, got {mask.dtype}")
+        raise TypeError(
+            f"key_padding_mask must be bool, True where a key is padding, got {mask.dtype} {shape(mask)}"
+        )
+    if mask.device != v.device:
+        raise ValueError(f"key_padding_mask is on {mask.device}, v is on {v.device}: move one of them")
     n_keys = v.shape[-2]
-    if mask.shape == v.shape[:-1]:
+    if mask.ndim == v.ndim - 1 and mask.shape == v.shape[:-1]:
         return mask
-    if v.ndim == 4 and mask.shape == (v.shape[0], n_keys):
+    if v.ndim == 4 and mask.ndim == 2 and mask.shape == (v.shape[0], n_keys):
         return mask[:, None].expand(v.shape[:-1])
     square = mask.ndim >= 2 and mask.shape[-2:] == (n_keys, n_keys)
     advice = "; linear attention has no N x N mask, use is_causal for causal order" if square else ""
-    raise ValueError(
-        f"key_padding_mask must be (B, N_k) = {(v.shape[0], n_keys)} or {tuple(v.shape[:-1])}, "
-        f"got {shape(mask)}{advice}"
-    )
+    per_sample = f"(B, N_k) = {(v.shape[0], n_keys)} or " if v.ndim == 4 else ""
+    raise ValueError(f"key_padding_mask must be {per_sample}{tuple(v.shape[:-1])}, got {shape(mask)}{advice}")

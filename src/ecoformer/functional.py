@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ecoformer.arguments import (
     EXACT_WIDTHS,
+    FLOATS,
     INTEGERS,
     Bias,
     bias_value,
@@ -88,7 +89,7 @@ def choose() -> type[Backend]:
 
 def _transforming() -> bool:
     # PyTorch's own autograd.Function asks the same question; there is no public name for it.
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def pack_codes(codes: Tensor) -> Tensor:
@@ -98,7 +99,10 @@ def pack_codes(codes: Tensor) -> Tensor:
     """
     if codes.ndim < 1 or not 1 <= codes.shape[-1] <= 64:
         raise ValueError(f"pack_codes takes codes (..., b) with b from 1 to 64, got {shape(codes)}")
-    if not torch.compiler.is_compiling() and not bool(((codes == 1) | (codes == -1)).all()):
+    if codes.dtype not in (*INTEGERS, *FLOATS):
+        raise TypeError(f"codes must be ±1, got {codes.dtype} {shape(codes)}")
+    traced = torch.compiler.is_compiling() or _transforming()
+    if not traced and not bool(((codes == 1) | (codes == -1)).all()):
         raise ValueError(f"codes {shape(codes)} must hold only +1 and -1 (NaN tokens hash to NaN)")
     bits = codes.shape[-1]
     # The top bit of an int64 is its sign: the sum wraps around to it, as two's complement wants.
@@ -122,16 +126,13 @@ def sign_ste(x: Tensor, surrogate: Surrogate = "hardtanh", zero: float = 1.0) ->
     "hardtanh" passes the gradient where |x| <= 1 (the paper); "sigmoid" is that of 2 / (1 + e^-x) - 1.
     `zero` is sign(0): +1 in the paper, 0 in the released code. NaN stays NaN.
     """
+    if surrogate not in ("hardtanh", "sigmoid"):
+        raise ValueError(f'surrogate must be "hardtanh" or "sigmoid", got {surrogate!r}')
     with torch.no_grad():
         codes = torch.where(x > 0, 1.0, torch.where(x < 0, -1.0, torch.where(x == 0, zero, x))).to(x.dtype)
     if not x.requires_grad and not _transforming():
         return codes
-    if surrogate == "hardtanh":
-        smooth = x.clamp(-1, 1)
-    elif surrogate == "sigmoid":
-        smooth = 2 * torch.sigmoid(x) - 1
-    else:
-        raise ValueError(f'surrogate must be "hardtanh" or "sigmoid", got {surrogate!r}')
+    smooth = x.clamp(-1, 1) if surrogate == "hardtanh" else 2 * torch.sigmoid(x) - 1
     # (smooth - smooth) is zero, so the value stays exactly ±1 while the gradient is that of `smooth`.
     return codes + (smooth - smooth.detach())
 

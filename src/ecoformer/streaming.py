@@ -47,10 +47,10 @@ class HashAttentionState:
         ops = choose()
         out = ops.causal_read(codes_q, codes_k, v, mask, self.sums, width, beta, own_value)
         new = ops.code_sums(codes_k, v, mask, width)
-        self.sums = new if self.sums is None else self.sums + new
         self.tokens_seen += v.shape[-2]
         if self.tokens_seen > _EXACT_COUNT:
-            self.sums = self.sums.to(torch.float64)
+            new = new.to(torch.float64)
+        self.sums = new if self.sums is None else self.sums + new
         return out
 
     def detach(self) -> HashAttentionState:

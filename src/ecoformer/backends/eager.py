@@ -76,7 +76,7 @@ def ratio(top: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     A query that sees no key (`count` 0) reads zero.
     """
     denominator = torch.where(count == 0, 1, top[..., -1:])
-    return top[..., :-1] / denominator, denominator
+    return torch.where(count == 0, 0, top[..., :-1] / denominator), denominator
 
 
 def read(
@@ -113,16 +113,18 @@ def causal(
 ) -> Tensor:
     """Every token reads the sums over the tokens up to itself, on top of an earlier `state`."""
     with full_precision(v.device):
-        hq, hk, values = causal_inputs(codes_q, codes_k, v, mask, bits)
-        top = causal_top(hq, hk, values, state, beta, own_value)
+        hq, hk, values = causal_inputs(codes_q, codes_k, v, mask, state, bits)
+        top = causal_top(causal_product(hq, hk, values), hq, values, state, beta, own_value)
         return ratio(top, running(values[..., -1:], state))[0].to(v.dtype)
 
 
 def causal_inputs(
-    codes_q: Tensor, codes_k: Tensor, v: Tensor, mask: Tensor | None, bits: int
+    codes_q: Tensor, codes_k: Tensor, v: Tensor, mask: Tensor | None, state: Tensor | None, bits: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Both codes and [v, 1] in the accumulator's dtype, masked keys at zero."""
+    """Both codes and [v, 1] in the accumulator's or a wider state's dtype, masked keys at zero."""
     dtype = accumulator(v.dtype)
+    if state is not None:
+        dtype = torch.promote_types(dtype, state.dtype)
     hq = signs(codes_q, is_packed(codes_q, v), bits, dtype)
     hk = without(mask, signs(codes_k, is_packed(codes_k, v), bits, dtype))
     values = torch.cat([v.to(dtype), v.new_ones(*v.shape[:-1], 1, dtype=dtype)], dim=-1)
@@ -130,12 +132,11 @@ def causal_inputs(
 
 
 def causal_top(
-    hq: Tensor, hk: Tensor, values: Tensor, state: Tensor | None, beta: float, own_value: bool
+    top: Tensor, hq: Tensor, values: Tensor, state: Tensor | None, beta: float, own_value: bool
 ) -> Tensor:
-    """Numerators and, in the last column, the denominator of every token."""
-    top = causal_product(hq, hk, values)
+    """Numerators and, in the last column, the denominator of every token, from the causal product `top`."""
     if state is not None:
-        top = top + hq @ state[..., :-1, :]
+        top = top + hq @ state[..., :-1, :].to(hq.dtype)
     if not own_value:
         return top + beta * running(values, state)
     return top + beta * torch.cat([values[..., :-1], running(values[..., -1:], state)], dim=-1)
@@ -150,32 +151,39 @@ def running(values: Tensor, state: Tensor | None) -> Tensor:
 def causal_product(a: Tensor, b: Tensor, c: Tensor, reverse: bool = False) -> Tensor:
     """out_t = sum of (a_t . b_s) c_s over s <= t (s >= t if `reverse`), block by block.
 
-    Its three derivatives are causal products themselves, which the backward below uses.
+    Its three derivatives are causal products themselves.
     """
-    if reverse:
-        return causal_product(a.flip(-2), b.flip(-2), c.flip(-2)).flip(-2)
     n = a.shape[-2]
     rows = max(1, a[..., 0, 0].numel()) if n else 1
     span = max(_CHUNK, _SPAN_ELEMENTS // (rows * _CHUNK) // _CHUNK * _CHUNK)
     carry = c.new_zeros(*c.shape[:-2], 1, a.shape[-1], c.shape[-1])
     pieces = []
-    for start in range(0, n, span):
-        part = slice(start, min(start + span, n))
-        piece, carry = _causal_span(a[..., part, :], b[..., part, :], c[..., part, :], carry)
+    starts = range(0, n, span)
+    for start in reversed(starts) if reverse else starts:
+        length = min(span, n - start)
+        part_a, part_b, part_c = (x.narrow(-2, start, length) for x in (a, b, c))
+        piece, carry = _causal_span(part_a, part_b, part_c, carry, reverse)
         pieces.append(piece)
-    return torch.cat(pieces, dim=-2) if pieces else torch.zeros_like(c)
+    if not pieces:
+        return torch.zeros_like(c)
+    return torch.cat(pieces[::-1] if reverse else pieces, dim=-2)
 
 
-def _causal_span(a: Tensor, b: Tensor, c: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
+def _causal_span(a: Tensor, b: Tensor, c: Tensor, carry: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
     """One stretch of the causal product, all its blocks at once; `carry` is the sum before and after it."""
     n = a.shape[-2]
     a, b, c = (_blocks(x) for x in (a, b, c))
-    states = torch.cat([carry, b.mT @ c], dim=-3).cumsum(dim=-3)
-    out = (a @ b.mT).tril() @ c + a @ states[..., :-1, :, :]
-    return out.flatten(-3, -2)[..., :n, :], states[..., -1:, :, :]
+    sums_of_blocks = b.mT @ c
+    if reverse:
+        sums_of_blocks = sums_of_blocks.flip(-3)
+    states = torch.cat([carry, sums_of_blocks], dim=-3).cumsum(dim=-3)
+    before = states[..., :-1, :, :].flip(-3) if reverse else states[..., :-1, :, :]
+    products = a @ b.mT
+    out = (products.triu() if reverse else products.tril()) @ c + a @ before
+    return out.flatten(-3, -2).narrow(-2, 0, n), states[..., -1:, :, :]
 
 
 def _blocks(x: Tensor) -> Tensor:
     """(..., N, D) padded with zeros to (..., blocks, _CHUNK, D)."""
     padded = F.pad(x, (0, 0, 0, -x.shape[-2] % _CHUNK))
-    return padded.reshape(*x.shape[:-2], -1, _CHUNK, x.shape[-1])
+    return padded.reshape(*x.shape[:-2], padded.shape[-2] // _CHUNK, _CHUNK, x.shape[-1])

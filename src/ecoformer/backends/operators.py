@@ -112,6 +112,40 @@ code_read.register_autograd(_read_backward, setup_context=_read_setup)
 
 
 @torch.library.custom_op(
+    "ecoformer::causal_product",
+    mutates_args=(),
+    schema="(Tensor a, Tensor b, Tensor c, bool reverse) -> Tensor",
+)
+def causal_product(a: Tensor, b: Tensor, c: Tensor, reverse: bool) -> Tensor:
+    """`eager.causal_product`, registered: its loop stays out of compiled graphs."""
+    return eager.causal_product(a, b, c, reverse).contiguous()
+
+
+@causal_product.register_fake
+def _(a: Tensor, b: Tensor, c: Tensor, reverse: bool) -> Tensor:
+    return c.new_empty(c.shape)
+
+
+def _product_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.reverse = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _product_backward(ctx: Any, grad: Tensor) -> Grads:
+    a, b, c = ctx.saved_tensors
+    to_a, to_b, to_c = ctx.needs_input_grad[:3]
+    return (
+        causal_product(grad, c, b, ctx.reverse) if to_a else None,
+        causal_product(c, grad, a, not ctx.reverse) if to_b else None,
+        causal_product(b, a, grad, not ctx.reverse) if to_c else None,
+        None,
+    )
+
+
+causal_product.register_autograd(_product_backward, setup_context=_product_setup)
+
+
+@torch.library.custom_op(
     "ecoformer::causal_read",
     mutates_args=(),
     schema="(Tensor codes_q, Tensor codes_k, Tensor v, Tensor? mask, Tensor? state, int bits, float beta, "
@@ -145,24 +179,25 @@ def _causal_backward(ctx: Any, grad: Tensor) -> Grads:
     codes_q, codes_k, v, mask, state = ctx.saved_tensors
     to_q = to_k = to_v = to_state = None
     with eager.full_precision(v.device):
-        hq, hk, values = eager.causal_inputs(codes_q, codes_k, v, mask, ctx.bits)
-        top = eager.causal_top(hq, hk, values, state, ctx.beta, ctx.own_value)
+        hq, hk, values = eager.causal_inputs(codes_q, codes_k, v, mask, state, ctx.bits)
+        top = causal_product(hq, hk, values, False)
+        top = eager.causal_top(top, hq, values, state, ctx.beta, ctx.own_value)
         to_top = _top_grad(grad, top, eager.running(values[..., -1:], state))
         del top
         if ctx.needs_input_grad[0]:
-            to_q = eager.causal_product(to_top, values, hk)
+            to_q = causal_product(to_top, values, hk, False)
             if state is not None:
-                to_q = to_q + to_top @ state[..., :-1, :].mT
+                to_q = to_q + to_top @ state[..., :-1, :].mT.to(to_top.dtype)
             to_q = to_q.to(codes_q.dtype)
         if ctx.needs_input_grad[1]:
-            to_k = eager.causal_product(values, to_top, hq, reverse=True)
+            to_k = causal_product(values, to_top, hq, True)
             to_k = without(mask, to_k).to(codes_k.dtype)
         if ctx.needs_input_grad[2]:
-            to_v = eager.causal_product(hk, hq, to_top[..., :-1], reverse=True)
+            to_v = causal_product(hk, hq, to_top[..., :-1], True)
             to_v = to_v + ctx.beta * _value_bias_grad(to_top[..., :-1], ctx.own_value)
             to_v = without(mask, to_v).to(v.dtype)
         if state is not None and ctx.needs_input_grad[4]:
-            to_state = _state_grad(hq, to_top, ctx.beta, ctx.own_value)
+            to_state = _state_grad(hq, to_top, ctx.beta, ctx.own_value).to(state.dtype)
     return to_q, to_k, to_v, None, to_state, None, None, None
 
 
