@@ -26,12 +26,14 @@ MASKED = pytest.mark.parametrize("masked", [False, True], ids=["bare", "masked"]
 
 
 def operator_arguments(x, mask, packed):
-    """(operator, its arguments) for all three, with and without their optional tensors."""
+    """(operator, its arguments) for all four, with and without their optional tensors."""
     bits = x.codes_q.shape[-1]
     q, k = (pack_codes(c.detach()) if packed else c for c in x[:2])
     state = Registered.code_sums(k, x.v, mask, bits).detach().requires_grad_()
     own = torch.randn_like(x.v).requires_grad_()
     yield OPS.code_sums.default, (k, x.v, mask, bits)
+    for reverse in (False, True):
+        yield OPS.causal_product.default, (x.codes_q, x.codes_k, x.v.to(x.codes_q.dtype), reverse)
     for bias_values in (None, own):
         yield OPS.code_read.default, (q, state, bias_values, bits, 32.0, x.v.dtype)
     for before, own_value in product((None, state), (False, True)):
@@ -41,7 +43,7 @@ def operator_arguments(x, mask, packed):
 def test_opcheck(make_inputs, make_mask):
     x = make_inputs(2, 3, n=5, dim=4, dtype=torch.float32).requires_grad()
     calls = dict(operator_arguments(x, make_mask(2, 3, 5), packed=False))
-    assert len(calls) == 3
+    assert len(calls) == 4
     for operator, arguments in calls.items():
         torch.library.opcheck(operator, arguments)
 

@@ -9,6 +9,7 @@ Equation numbers are those of the EcoFormer paper (NeurIPS 2022). Shapes are (..
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -121,7 +122,12 @@ def residual(codes: Tensor, labels: Tensor, bits: int) -> Tensor:
 
 def bit_score(bit: Tensor, residual_matrix: Tensor) -> Tensor:
     """h^T R h, the part of Eq. (14) that a new bit can change; larger is better."""
-    return torch.einsum("...i,...ij,...j->...", bit, residual_matrix, bit)
+    return (bit.unsqueeze(-2) @ residual_matrix @ bit.unsqueeze(-1)).squeeze(-1, -2)
+
+
+def bit_score_by_pairs(bit: Tensor, residual_matrix: Tensor) -> Tensor:
+    """The same as a sum over all pairs of tokens, <h h^T, R>."""
+    return (bit.unsqueeze(-1) * bit.unsqueeze(-2) * residual_matrix).sum(dim=(-2, -1))
 
 
 def learn_bits(
@@ -132,6 +138,7 @@ def learn_bits(
     lr: float = 5e-4,
     momentum: float = 0.9,
     starts: Tensor | None = None,
+    score: Callable[[Tensor, Tensor], Tensor] = bit_score,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Bits learned one after another with the residual as a dense matrix, at the released solver's settings.
@@ -152,7 +159,7 @@ def learn_bits(
         optimiser = torch.optim.SGD([weight], lr=lr, momentum=momentum, nesterov=True)
         for _ in range(steps):
             relaxed = 2 * torch.sigmoid(features @ weight) - 1
-            loss = -(bit_score(relaxed, left) / (n * bits)).mean()
+            loss = -(score(relaxed, left) / (n * bits)).mean()
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()

@@ -98,10 +98,12 @@ class _Solver:
         self.labels, self.bits, self.options, self.generator = labels, bits, options, generator
         self.sizes = features.shape[:3]
         self.present = (features != 0).any(dim=-1).to(features.dtype)
+        self.tokens = self.present.sum(dim=(1, 2)).clamp_min(1)
         self.features = features.flatten(1, 2)
-        self.basis = _whitening(self.features, self._tokens()) if options.start == "spectral" else None
+        self.basis = _whitening(self.features, self.tokens) if options.start == "spectral" else None
         if self.basis is not None:
             self.features = self.features @ self.basis
+        self.covariance = self.features.mT @ self.features / self.tokens.view(-1, 1, 1)
         self.codes = features.new_zeros(*self.sizes, bits)
         self.weights = features.new_zeros(features.shape[0], features.shape[3], bits)
 
@@ -138,11 +140,11 @@ class _Solver:
         straight_through = self.options.relaxation == "hardtanh"
         weights, velocity = best, torch.zeros_like(best)
         for step in range(self.options.steps):
+            if straight_through:
+                weights = weights / self._root_mean_square(weights)
             y = self._project(weights)
             if straight_through:
-                size = _root_mean_square(y, self._tokens())
-                weights, y = weights / size[:, None], y / size[:, None, None]
-                relaxed, slope = self._bit(y), (y.abs() <= 1).to(y.dtype)
+                relaxed, slope = self._bit(y), y.abs() <= 1
             else:
                 relaxed = (2 * torch.sigmoid(y) - 1) * self.present
                 slope = (1 - relaxed.square()) / 2
@@ -182,11 +184,13 @@ class _Solver:
         """Gradient of h^T R h / (N b), averaged over samples and heads as the released code does."""
         heads = self.sizes[0]
         flat = (self.features.mT @ pull.reshape(heads, -1, 1)).squeeze(-1)
-        return flat * (2 / (self.bits * heads * self._tokens().unsqueeze(-1)))
+        return flat * (2 / (self.bits * heads * self.tokens.unsqueeze(-1)))
 
-    def _tokens(self) -> Tensor:
-        """Number of tokens that are no padding, of every head (H,)."""
-        return self.present.sum(dim=(1, 2)).clamp_min(1)
+    def _root_mean_square(self, weights: Tensor) -> Tensor:
+        """Root mean square of the projections (H, 1), 1 where all are zero."""
+        row = weights.unsqueeze(-2)
+        size = (row @ self.covariance @ row.mT).clamp_min(0).sqrt().squeeze(-1)
+        return torch.where(size == 0, 1, size)
 
     def _curvature(self) -> Tensor:
         """b G^T Y G: what the labels ask of any bit, if sign() is left out."""
@@ -201,12 +205,6 @@ def _where_higher(best: Tensor, score: Tensor, weights: Tensor, new_score: Tenso
     """Head by head, the weights with the higher score."""
     higher = new_score > score
     return torch.where(higher[:, None], weights, best), torch.where(higher, new_score, score)
-
-
-def _root_mean_square(y: Tensor, tokens: Tensor) -> Tensor:
-    """Root mean square of each head's numbers (H, B, N), zero for padding; 1 where all are zero."""
-    size = (y.square().sum(dim=(1, 2)) / tokens).sqrt()
-    return torch.where(size == 0, 1, size)
 
 
 def _whitening(features: Tensor, tokens: Tensor) -> Tensor:
