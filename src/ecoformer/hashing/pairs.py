@@ -51,21 +51,23 @@ def find_pairs(tokens: Tensor, l: int, valid: Tensor | None = None) -> Pairs:  #
     if valid is not None:
         limit = (valid.sum(dim=-1) - 1) // 2
         kept = torch.arange(width, device=unit.device) < limit[..., None, None]
-    similar, dissimilar = [], []
+    # Filled in place: lists kept between blocks of scores would scatter the heap and hold on to its memory.
+    similar = torch.empty(*tokens.shape[:-1], width, dtype=torch.int64, device=unit.device)
+    dissimilar = torch.empty_like(similar)
     for block in row_blocks(unit):
         near = far = unit[..., block, :] @ unit.mT
         if valid is not None:
             hidden = ~valid.unsqueeze(-2)
             near, far = near.masked_fill(hidden, -torch.inf), far.masked_fill(hidden, torch.inf)
-        similar.append(own_scores(near, block, -torch.inf).topk(width, dim=-1).indices)
+        alike = similar[..., block, :]
+        alike.copy_(own_scores(near, block, -torch.inf).topk(width, dim=-1).indices)
         far = own_scores(far, block, torch.inf)
         # Scores tie: a token that is among the similar ones must not be found again from the other end.
-        taken = far.gather(-1, similar[-1]).masked_fill(kept, torch.inf)
-        far = far.scatter(-1, similar[-1], taken)
-        dissimilar.append(far.topk(width, dim=-1, largest=False).indices)
+        far = far.scatter(-1, alike, far.gather(-1, alike).masked_fill(kept, torch.inf))
+        dissimilar[..., block, :] = far.topk(width, dim=-1, largest=False).indices
     counts = (kept if valid is None else kept & valid.unsqueeze(-1)).to(unit.dtype)
     counts = counts.expand(*tokens.shape[:-1], width)
-    return Pairs(torch.cat(similar, dim=-2), torch.cat(dissimilar, dim=-2), counts)
+    return Pairs(similar, dissimilar, counts)
 
 
 class Labels(Protocol):

@@ -90,7 +90,9 @@ def _correlation(codes: Tensor, tokens: Tensor, valid: Tensor | None) -> Tensor:
 def _recall(codes: Tensor, pairs: Pairs, valid: Tensor | None) -> Tensor:
     """Expected recall of every head (H,), over tokens that have neighbours."""
     wanted = pairs.counts.sum(dim=-1)
-    found = torch.cat([_found(codes, pairs, valid, block) for block in row_blocks(codes)], dim=-1)
+    found = torch.empty_like(wanted)
+    for block in row_blocks(codes):
+        found[..., block] = _found(codes, pairs, valid, block)
     share = found / wanted.clamp_min(1)
     return share.sum(dim=(0, 2)) / (wanted > 0).sum(dim=(0, 2)).clamp_min(1)
 
