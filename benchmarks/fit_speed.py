@@ -14,11 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 import torch
-from record import write_result
+from record import peak_memory_mb, write_result
 from torch import Tensor
 
 from ecoformer import FitOptions, KernelHasher, reference
@@ -81,18 +80,12 @@ def same_starts(m: int) -> Tensor:
     return torch.stack(draws, dim=1)
 
 
-def peak_memory() -> int:
-    """Peak memory of this process in bytes; unlike ru_maxrss it knows nothing of the parent's."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-
-
 def fit_long() -> None:
     """Run in a process of its own: fit a long sequence and print seconds and peak memory in MB."""
     tokens = text_tokens(sample_text(), 1, length=LONG, dim=DIM)
     start = time.perf_counter()
     KernelHasher(1, DIM, BITS).fit(tokens, options=FitOptions(steps=STEPS))
-    print(time.perf_counter() - start, peak_memory() / 2**20)
+    print(time.perf_counter() - start, peak_memory_mb())
 
 
 def compare(length: int, repeats: int, by_pairs: bool) -> dict[str, object]:

@@ -35,6 +35,12 @@ def write_result(name: str, figures: Any) -> Path:
     return path
 
 
+def peak_memory_mb() -> float:
+    """Peak memory of this process; unlike ru_maxrss it knows nothing of the parent's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
+
+
 def _relative(script: str) -> str:
     path, root = Path(script).resolve(), RESULTS.parent
     return str(path.relative_to(root)) if path.is_relative_to(root) else path.name

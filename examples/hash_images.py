@@ -17,7 +17,16 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
-from ecoformer import Hasher, KernelHasher, KlshHasher, LshHasher, SignHasher, hash_attention, pack_codes
+from ecoformer import (
+    FitOptions,
+    Hasher,
+    KernelHasher,
+    KlshHasher,
+    LshHasher,
+    SignHasher,
+    hash_attention,
+    pack_codes,
+)
 from ecoformer.data.samples import image_tokens, patches, sample_images
 
 BITS, SUPPORT, SIZE, PATCH = 16, 25, 224, 4
@@ -26,30 +35,29 @@ MUL_PJ, ADD_PJ = 3.7, 0.9  # fp32 at 45 nm, as the paper counts
 
 def fitted_hashers(tokens: Tensor) -> dict[str, Hasher]:
     dim = tokens.shape[-1]
-    hashers: dict[str, Hasher] = {
-        "learned (EcoFormer)": KernelHasher(1, dim, BITS, SUPPORT),
-        "KLSH": KlshHasher(1, dim, BITS, SUPPORT),
+    cosine = FitOptions(target="cosine")
+    return {
+        "learned (EcoFormer)": KernelHasher(1, dim, BITS, SUPPORT).fit(tokens),
+        "learned, cosine target": KernelHasher(1, dim, BITS, SUPPORT).fit(tokens, options=cosine),
+        "KLSH": KlshHasher(1, dim, BITS, SUPPORT).fit(tokens),
         "LSH": LshHasher(1, dim, BITS),
         "sign": SignHasher(1, dim, BITS),
     }
-    for hasher in hashers.values():
-        hasher.fit(tokens)
-    return hashers
 
 
 def quality_table(hashers: dict[str, Hasher], tokens: Tensor) -> Table:
     table = Table(title="Codes of 16 bits on crops that fitting has not seen")
-    for column in (
-        "hasher",
-        "|HHᵀ − bY|² (lower is better)",
-        "softmax's top 10 found among 10 nearest codes",
-    ):
+    for column in ("hasher", "|HHᵀ − bY|² (lower is better)", "softmax's top 10 found", "correlation"):
         table.add_column(column)
     n = tokens.shape[2]
     for name, hasher in hashers.items():
         quality = hasher.quality(tokens)
-        table.add_row(name, f"{quality.objective / 1e6:.1f} M", f"{quality.recall:.1%}")
-    table.caption = f"picking 10 of {n} tokens at random would find {10 / n:.1%}"
+        objective = f"{quality.objective / 1e6:.1f} M"
+        table.add_row(name, objective, f"{quality.recall:.1%}", f"{quality.correlation:.2f}")
+    table.caption = (
+        f"found: among the 10 nearest codes, where 10 of {n} tokens at random would hold {10 / n:.1%}; "
+        "correlation: of the codes' products with the cosines"
+    )
     return table
 
 
@@ -89,36 +97,28 @@ def savings_table(hasher: Hasher, tokens: Tensor) -> Table:
         "softmax": median_ms(lambda: F.scaled_dot_product_attention(unit, unit, one)),
         "hashed": median_ms(hashed),
     }
-    memory = {"softmax": n * n, "hashed": (BITS + 1) * (channels + 1)}
     table = Table(title=f"One head of attention, {n} tokens of {channels} channels")
-    for column in (
-        "attention",
-        "multiplications",
-        "additions",
-        "energy (µJ, paper's count)",
-        "numbers kept",
-        "ms here",
-    ):
+    for column in ("attention", "multiplications", "additions", "energy (µJ, paper's count)", "ms here"):
         table.add_column(column, justify="right")
     for name, (mul, add) in counts.items():
         energy = (MUL_PJ * mul + ADD_PJ * add) / 1e6
-        table.add_row(
-            name, f"{mul:,}", f"{add:,}", f"{energy:,.1f}", f"{memory[name]:,}", f"{times[name]:.2f}"
-        )
+        table.add_row(name, f"{mul:,}", f"{add:,}", f"{energy:,.1f}", f"{times[name]:.2f}")
     return table
 
 
-def neighbour_picture(hasher: Hasher, path: Path) -> None:
-    """Crops with one patch marked; beside each, cosine to that patch, then affinity of the codes."""
+def neighbour_picture(hashers: list[Hasher], path: Path) -> None:
+    """Crops with one patch marked; beside each, cosines to that patch, then each hasher's products of codes."""
     rows = []
     for image, (row, column) in zip(sample_images(), ((20, 28), (22, 25)), strict=True):
         crop = image[150 : 150 + SIZE, 330 : 330 + SIZE]
         side = SIZE // PATCH
         tokens = F.layer_norm(patches(crop, PATCH), (3 * PATCH * PATCH,))
-        codes = hasher(tokens[None, None])[0, 0]
         unit = F.normalize(tokens, dim=-1)
         query = row * side + column
-        maps = [unit @ unit[query], codes @ codes[query] / BITS]
+        maps = [unit @ unit[query]]
+        for hasher in hashers:
+            codes = hasher(tokens[None, None])[0, 0]
+            maps.append(codes @ codes[query] / BITS)
         tiles = [_upscale((value.view(side, side, 1).expand(-1, -1, 3) + 1) / 2) for value in maps]
         marked = crop.clone()
         marked[row * PATCH : (row + 1) * PATCH, column * PATCH : (column + 1) * PATCH] = torch.tensor(
@@ -151,10 +151,10 @@ def main() -> None:
     console.print(savings_table(learned, whole))
     example = pack_codes(learned(judge_by))[0, 0, :4].tolist()
     console.print(f"A token is now one integer; the first four are {example}.")
-    neighbour_picture(learned, arguments.out)
+    neighbour_picture([learned, hashers["learned, cosine target"], hashers["LSH"]], arguments.out)
     console.print(
-        f"{arguments.out}: crops with one patch in red; beside them how alike the other patches are to it, "
-        "by their cosine and by their codes."
+        f"{arguments.out}: crops with one patch in red; beside them how alike the other patches are to it: by "
+        "cosine, by learned codes, by codes learned with the cosine target, by LSH."
     )
 
 
