@@ -107,7 +107,7 @@ def savings_table(hasher: Hasher, tokens: Tensor) -> Table:
 
 
 def neighbour_picture(hashers: list[Hasher], path: Path) -> None:
-    """Crops with one patch marked; beside each, cosines to that patch, then each hasher's products of codes."""
+    """Crops with one patch marked; beside each, cosines to that patch, then products of codes by hasher."""
     rows = []
     for image, (row, column) in zip(sample_images(), ((20, 28), (22, 25)), strict=True):
         crop = image[150 : 150 + SIZE, 330 : 330 + SIZE]
@@ -153,8 +153,8 @@ def main() -> None:
     console.print(f"A token is now one integer; the first four are {example}.")
     neighbour_picture([learned, hashers["learned, cosine target"], hashers["LSH"]], arguments.out)
     console.print(
-        f"{arguments.out}: crops with one patch in red; beside them how alike the other patches are to it: by "
-        "cosine, by learned codes, by codes learned with the cosine target, by LSH."
+        f"{arguments.out}: crops with one patch in red; beside them how alike the other patches are to it, "
+        "by cosine, by learned codes, by codes learned with the cosine target, by LSH."
     )
 
 
