@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,21 @@ def squared_distances(unit: Tensor, support: Tensor) -> Tensor:
     own = unit.square().sum(dim=-1, keepdim=True)
     theirs = support.square().sum(dim=-1).unsqueeze(-2)
     return (own + theirs - 2 * unit @ support.mT).clamp_min(0)
+
+
+class KernelData(NamedTuple):
+    """What A is learned from: tokens and features of all samples, head by head."""
+
+    unit: Tensor
+    """(H, B, N, D) tokens of unit length."""
+    present: Tensor | None
+    """(H, B, N), False for padding."""
+    features: Tensor
+    """(H, B, N, m) zero-mean kernel features, zero for padding."""
+    support: Tensor
+    """(H, m, D) support samples."""
+    sigma: Tensor
+    """(H,) kernel widths."""
 
 
 class KernelHasher(Hasher):
@@ -124,30 +139,22 @@ class KernelHasher(Hasher):
         features = kernel - mean[:, None, None, :]
         if present is not None:
             features = features.masked_fill(~present.unsqueeze(-1), 0)
-        weight = self._solve(unit, present, features, support, sigma, generator, options, tick)
+        weight = self._solve(KernelData(unit, present, features, support, sigma), generator, options, tick)
         self.support_samples.copy_(support)
         self.sigma.copy_(sigma)
         self.mean.copy_(mean)
         self.weight.copy_(_unit_scale(weight, features, present))
 
     def _solve(
-        self,
-        unit: Tensor,
-        present: Tensor | None,
-        features: Tensor,
-        support: Tensor,
-        sigma: Tensor,
-        generator: torch.Generator,
-        options: FitOptions,
-        tick: Tick | None,
+        self, data: KernelData, generator: torch.Generator, options: FitOptions, tick: Tick | None
     ) -> Tensor:
-        """A (H, m, b); everything else is (H, B, N, ...)."""
+        """A (H, m, b)."""
         labels: Labels
         if options.target == "cosine":
-            labels = CosineLabels(unit, present)
+            labels = CosineLabels(data.unit, data.present)
         else:
-            labels = SparseLabels(find_pairs(unit, options.pairs, present))
-        return learn_bits(features, labels, self.bits, options, generator, tick)
+            labels = SparseLabels(find_pairs(data.unit, options.pairs, data.present))
+        return learn_bits(data.features, labels, self.bits, options, generator, tick)
 
 
 class KlshHasher(KernelHasher):
@@ -161,17 +168,10 @@ class KlshHasher(KernelHasher):
     _moves_support = False
 
     def _solve(
-        self,
-        unit: Tensor,
-        present: Tensor | None,
-        features: Tensor,
-        support: Tensor,
-        sigma: Tensor,
-        generator: torch.Generator,
-        options: FitOptions,
-        tick: Tick | None,
+        self, data: KernelData, generator: torch.Generator, options: FitOptions, tick: Tick | None
     ) -> Tensor:
-        kernel = torch.exp(-squared_distances(support, support) / (2 * sigma.view(-1, 1, 1))).double()
+        distances = squared_distances(data.support, data.support)
+        kernel = torch.exp(-distances / (2 * data.sigma.view(-1, 1, 1))).double()
         centred = kernel - kernel.mean(dim=-1, keepdim=True) - kernel.mean(dim=-2, keepdim=True)
         centred = centred + kernel.mean(dim=(-2, -1), keepdim=True)
         values, vectors = torch.linalg.eigh(centred)
@@ -181,7 +181,7 @@ class KlshHasher(KernelHasher):
         draws = torch.rand(self.num_heads, self.support, self.bits, generator=generator)
         chosen = draws.argsort(dim=1).argsort(dim=1) < max(1, self.support // 3)
         weight: Tensor = root @ chosen.to(root)
-        return weight.to(features.dtype)
+        return weight.to(data.features.dtype)
 
 
 def _mean_over_tokens(x: Tensor, valid: Tensor | None) -> Tensor:
