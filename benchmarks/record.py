@@ -47,10 +47,12 @@ def _relative(script: str) -> str:
 
 
 def _commit() -> str:
-    run = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=RESULTS.parent
-    )
-    return run.stdout.strip() or "unknown"
+    def git(*arguments: str) -> str:
+        run = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent)
+        return run.stdout.strip()
+
+    changed = git("status", "--porcelain", "--", ".", ":!results")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-dirty" if changed else "")
 
 
 def _hardware() -> str:

@@ -251,3 +251,13 @@ def test_nan_stays_in_its_sample_and_is_not_hidden(where, is_causal, bias, make_
     reached = out[1, 0, 3:4] if where == 0 else out[1, 0, 3:]
     assert reached.isnan().all()
     assert all(g[others].isfinite().all() for g in dirty.gradients(out, torch.ones_like(out)))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64])
+def test_integers_that_are_no_signs_are_refused(dtype):
+    bits = torch.tensor([[0, 1, 1, 0]] * 5).to(dtype)
+    with pytest.raises(
+        ValueError, match=r"codes_q \(5, 4\) of torch.\w+ must hold only \+1 and -1"
+    ) as caught:
+        hash_attention(bits, bits, torch.randn(5, 3))
+    assert "\n" not in str(caught.value)

@@ -105,11 +105,22 @@ def _check_code(name: str, codes: Tensor, v: Tensor, bits: int | None) -> int:
         raise ValueError(f"{name} is on {codes.device}, v is on {v.device}: move one of them")
     if packed:
         return packed_width(name, codes, bits)
+    if codes.dtype in INTEGERS:
+        _check_signs(name, codes)
     width = int(codes.shape[-1])
     if width < 1 or (bits is not None and bits != width):
         contradiction = "" if bits is None else f", but bits={bits}"
         raise ValueError(f"{name} {shape(codes)} has {width} bits{contradiction}")
     return width
+
+
+def _check_signs(name: str, codes: Tensor) -> None:
+    """Integers beside the tokens' own number of dimensions must be ±1, not packed in another layout."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if codes.dtype == torch.uint8 or not (traced or bool((codes.abs() == 1).all())):
+        raise ValueError(
+            f"{name} {shape(codes)} of {codes.dtype} must hold only +1 and -1; packed codes lack that axis"
+        )
 
 
 def _check_mask(mask: Tensor | None, v: Tensor) -> Tensor | None:

@@ -22,7 +22,6 @@ from ecoformer.arguments import (
     shape,
 )
 from ecoformer.backends import Backend, Plain, Registered, eager
-from ecoformer.backends.eager import causal_product
 
 __all__ = [
     "bias_value",
@@ -58,7 +57,8 @@ def hash_attention(
         v: (..., N_k, D) in fp64, fp32, bf16 or fp16. Sums over tokens are kept in fp32 (fp64 for fp64).
         key_padding_mask: (B, N_k) or (..., N_k) bool, True where a key is padding, as in
             `nn.MultiheadAttention`. A query that sees no key at all reads zero.
-        is_causal: token t sees the tokens up to and including t; needs N_q = N_k.
+        is_causal: token t sees the tokens up to and including t; needs N_q = N_k. NaN or infinity in v
+            reaches the other tokens of its head, as without causal order.
         bias: "paper" adds 2^c, c = ceil(log2(b + 1)), to every affinity. "official" is what the released
             code does: (b + 1) times the token's own value above, (b + 1) times the number of keys below.
         group: process group over which the tokens are split, in rank order. One small message is exchanged,
@@ -80,6 +80,11 @@ def hash_attention(
         state = _all_reduce(state, group)
     own = eager.without(mask, v) if own_value else None
     return ops.code_read(codes_q, state, own, width, beta, v.dtype)
+
+
+def causal_product(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """out_t = sum of (a_t . b_s) c_s over s <= t: a, b (..., N, p) and c (..., N, r), in linear memory."""
+    return choose().causal_product(a, b, c, False)
 
 
 def choose() -> type[Backend]:

@@ -8,9 +8,6 @@ from torch import Tensor
 from ecoformer.arguments import Bias, bias_value, check_attention, shape
 from ecoformer.functional import choose
 
-_EXACT_COUNT = 1 << 24
-"""Largest number up to which fp32 counts every token."""
-
 
 class HashAttentionState:
     """What causal attention remembers of the tokens seen: b x D + b + D + 1 numbers a head.
@@ -24,7 +21,6 @@ class HashAttentionState:
         bias_value(bias, 1)  # an unknown bias is refused here, not at the first token
         self.bias: Bias = bias
         self.sums: Tensor | None = None
-        self.tokens_seen = 0
 
     def update(
         self,
@@ -47,9 +43,7 @@ class HashAttentionState:
         ops = choose()
         out = ops.causal_read(codes_q, codes_k, v, mask, self.sums, width, beta, own_value)
         new = ops.code_sums(codes_k, v, mask, width)
-        self.tokens_seen += v.shape[-2]
-        if self.tokens_seen > _EXACT_COUNT:
-            new = new.to(torch.float64)
+        new = new.to(torch.float64)  # fp32 would stop counting tokens at 2^24
         self.sums = new if self.sums is None else self.sums + new
         return out
 
@@ -61,7 +55,7 @@ class HashAttentionState:
 
     def reset(self) -> HashAttentionState:
         """Forget all tokens; returns the state itself."""
-        self.sums, self.tokens_seen = None, 0
+        self.sums = None
         return self
 
     def numbers_per_head(self) -> int:

@@ -220,3 +220,14 @@ def test_layers_that_cannot_be_read(layer, error, message):
     with pytest.raises(error, match=message) as caught:
         EcoAttention.from_softmax(layer)
     assert "\n" not in str(caught.value)
+
+
+def test_from_softmax_refuses_parameters_it_would_drop():
+    layer = SoftmaxAttention(16, 2)
+    layer.relative_position_bias_table = torch.nn.Parameter(torch.zeros(4))
+    with pytest.raises(ValueError, match="also holds relative_position_bias_table, which cannot be carried"):
+        EcoAttention.from_softmax(layer)
+
+
+def test_from_softmax_keeps_dropout():
+    assert EcoAttention.from_softmax(SoftmaxAttention(16, 2, proj_drop=0.4)).proj_drop.p == 0.4

@@ -191,8 +191,10 @@ def test_projection_is_orthogonal_in_blocks():
 
 
 def test_seed_decides_and_redraw_replaces():
-    a, b, c = make(1), make(2), make(1, seed=5)
+    a, b, c = make(1, seed=0), make(2, seed=0), make(1, seed=5)
     assert torch.equal(a.projection, b.projection)
+    assert torch.equal(make(1).projection, make(1).projection)  # made after the same torch.manual_seed
+    assert not torch.equal(make(1).projection, make(2).projection)
     assert not torch.equal(a.projection, c.projection)
     a.redraw(5)
     assert torch.equal(a.projection, c.projection)

@@ -232,8 +232,10 @@ def test_attention_dropout():
 
 
 def test_seed_decides():
-    assert torch.equal(make(1).rotations, make(2).rotations)
-    assert not torch.equal(make(1).rotations, make(1, seed=1).rotations)
+    assert torch.equal(make(1, seed=1).rotations, make(2, seed=1).rotations)
+    assert not torch.equal(make(1, seed=0).rotations, make(1, seed=1).rotations)
+    assert torch.equal(make(1).rotations, make(1).rotations)  # made after the same torch.manual_seed
+    assert not torch.equal(make(1).rotations, make(2).rotations)
 
 
 @CAUSAL

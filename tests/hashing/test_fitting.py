@@ -256,12 +256,48 @@ def test_mistakes(mistake):
     assert hooks(model) == 0
 
 
-def test_drawn_hashers_are_drawn_anew():
+def test_drawn_hashers_are_left_alone_by_models_and_drawn_anew_by_fit():
     hasher = LshHasher(2, 4, seed=0)
     before = hasher.planes.clone()
-    fit(hasher, [data().view(6, 10, 2, 4).transpose(1, 2)], seed=5)
-    assert not torch.equal(hasher.planes, before)
+    tokens = data().view(6, 10, 2, 4).transpose(1, 2)
+    assert fit(hasher, [tokens], seed=5) == [""]
+    assert torch.equal(hasher.planes, before)
+    hasher.fit(tokens, seed=5)
     assert torch.equal(hasher.planes, LshHasher(2, 4, seed=5).planes)
+
+
+def test_unseeded_draws_follow_the_global_seed_and_differ_from_layer_to_layer():
+    torch.manual_seed(3)
+    first, second = LshHasher(2, 4), LshHasher(2, 4)
+    torch.manual_seed(3)
+    assert torch.equal(LshHasher(2, 4).planes, first.planes)
+    assert not torch.equal(first.planes, second.planes)
+
+
+def test_a_compiled_model_is_fitted_too():
+    model = Tower()
+    fit(model, [data()])
+    compiled = torch.compile(model, backend="eager")
+    compiled(data())
+    before = {name: hasher.weight.clone() for name, hasher in hashers_of(model).items()}
+    with fitting(compiled, seed=9, options=QUICK) as names:
+        compiled(data())
+    assert len(names) == len(before)
+    for name, hasher in hashers_of(model).items():
+        assert not torch.equal(hasher.weight, before[name])
+
+
+def test_a_context_that_reaches_nothing_says_so():
+    with pytest.raises(RuntimeError, match="no hasher of Tower was reached"), fitting(Tower()):
+        pass
+
+
+def test_another_default_device_does_not_matter():
+    with torch.device("meta"):
+        generator = torch.Generator("cpu").manual_seed(0)
+        tokens = torch.randn(2, 2, 30, 4, generator=generator, device="cpu")
+        hasher = KernelHasher(2, 4, 4, 5).to_empty(device="cpu").fit(tokens, options=QUICK)
+    assert hasher(tokens).abs().eq(1).all()
 
 
 def test_refitting_every_few_epochs():

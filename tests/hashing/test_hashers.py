@@ -297,3 +297,11 @@ def test_unfitted(kind):
     with pytest.raises(ValueError, match="NaN"):
         hasher.fit(BROKEN)
     assert not hasher.fitted
+
+
+def test_quality_of_broken_tokens_is_refused():
+    tokens = torch.randn(2, 2, 30, 4)
+    hasher = KernelHasher(2, 4, 4, 5).fit(tokens)
+    tokens[0, 0, 3] = torch.nan
+    with pytest.raises(ValueError, match="hold NaN or infinity in 1 of 2 samples"):
+        hasher.quality(tokens)

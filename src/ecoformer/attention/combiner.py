@@ -36,6 +36,7 @@ class CombinerAttention(Attention):
         dim: channels of a token.
         num_heads: heads.
         block: tokens of a block; None for ceil(sqrt(N)). Memory grows with N (block + N / block).
+            `torch.export` takes it with a fixed N only.
         kwargs: those of `Attention`.
     """
 
@@ -58,6 +59,8 @@ class CombinerAttention(Attention):
         if key_padding_mask is not None:
             padding = key_padding_mask[:, None]
         lacking = blocks * size - n
+        if q.dtype == torch.float16:  # products of large queries and keys overflow it
+            q, k = q.float(), k.float()
         k, v = without(padding, k), without(padding, v)
         q, k, v = (F.pad(x, (0, 0, 0, lacking)) for x in (q / math.sqrt(self.head_dim), k, v))
         q, k, v = (x.reshape(*x.shape[:2], blocks, size, x.shape[-1]) for x in (q, k, v))

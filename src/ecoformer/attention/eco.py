@@ -53,6 +53,9 @@ class HashedAttention(Attention):
         """
         source = projections_of(layer)
         kwargs.setdefault("qkv_bias", source.q_bias is not None)
+        dropout = getattr(layer, "proj_drop", None)
+        if isinstance(dropout, nn.Dropout):
+            kwargs.setdefault("proj_drop", dropout.p)
         branch = layer.local if isinstance(layer, Attention) else None
         if branch is not None:
             kwargs.setdefault("local", branch.size)
@@ -136,7 +139,7 @@ class LshEcoAttention(HashedAttention):
         num_heads: int,
         *,
         bits: int = 16,
-        seed: int = 0,
+        seed: int | None = None,
         surrogate: Surrogate = "hardtanh",
         bias: Bias = "paper",
         **kwargs: Any,
@@ -160,7 +163,7 @@ class BiEcoAttention(HashedAttention):
         *,
         bits: int | None = None,
         features: Literal["channels", "fourier"] = "fourier",
-        seed: int = 0,
+        seed: int | None = None,
         surrogate: Surrogate = "hardtanh",
         bias: Bias = "paper",
         **kwargs: Any,

@@ -13,6 +13,7 @@ from ecoformer.attention.registry import register_attention
 from ecoformer.backends.eager import accumulator, full_precision, without
 from ecoformer.functional import causal_product
 from ecoformer.hashing.kernel import unit_length
+from ecoformer.randomness import seeded
 
 _FLOOR = 1e-4
 """Added to every feature, so that no key that is seen has zero weight."""
@@ -38,14 +39,15 @@ class PerformerAttention(Attention):
         dim: channels of a token.
         num_heads: heads.
         features: random features of a head.
-        seed: of the projection, which is a buffer: it is saved, and changes only with `redraw`.
+        seed: of the projection; None follows `torch.manual_seed`. It is a buffer: it is saved, and changes
+            only with `redraw`.
         kwargs: those of `Attention`.
     """
 
     projection: Tensor
 
     def __init__(
-        self, dim: int, num_heads: int, *, features: int = 256, seed: int = 0, **kwargs: Any
+        self, dim: int, num_heads: int, *, features: int = 256, seed: int | None = None, **kwargs: Any
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
         if features < 1:
@@ -57,7 +59,7 @@ class PerformerAttention(Attention):
         """Replaces the projection by the one of another seed."""
         self.projection.copy_(self._draw(seed))
 
-    def _draw(self, seed: int) -> Tensor:
+    def _draw(self, seed: int | None) -> Tensor:
         return orthogonal_gaussian(self.features, self.head_dim, seed)
 
     def attend(
@@ -108,9 +110,9 @@ class FpEcoAttention(PerformerAttention):
         return super().attend(unit, unit, v, key_padding_mask, is_causal)
 
 
-def orthogonal_gaussian(rows: int, columns: int, seed: int) -> Tensor:
+def orthogonal_gaussian(rows: int, columns: int, seed: int | None) -> Tensor:
     """Rows orthogonal within blocks of `columns`, with the lengths of independent Gaussian vectors."""
-    generator = torch.Generator("cpu").manual_seed(seed)
+    generator = seeded(seed)
 
     def gaussian(n: int) -> Tensor:
         return torch.randn(n, columns, generator=generator, dtype=torch.float64, device="cpu")

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from ecoformer.attention.base import Attention
 from ecoformer.attention.registry import register_attention
 from ecoformer.backends.eager import accumulator, full_precision, without
+from ecoformer.randomness import seeded
 
 _SELF = -5e4
 """Logit of a token's own key: it counts only where nothing else is seen."""
@@ -36,7 +37,7 @@ class ReformerAttention(Attention):
         bucket_size: tokens of a chunk.
         rounds: independent hashes of every token.
         max_buckets: most hash values of a round; there are as many as chunks up to this number. Even.
-        seed: of the rotations, which are a buffer: they are saved.
+        seed: of the rotations; None follows `torch.manual_seed`. They are a buffer: they are saved.
         kwargs: those of `Attention`.
     """
 
@@ -52,7 +53,7 @@ class ReformerAttention(Attention):
         bucket_size: int = 64,
         rounds: int = 2,
         max_buckets: int = 512,
-        seed: int = 0,
+        seed: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
@@ -63,9 +64,8 @@ class ReformerAttention(Attention):
         if max_buckets < 2 or max_buckets % 2:
             raise ValueError(f"max_buckets must be even and at least 2, got {max_buckets}")
         self.bucket_size, self.rounds, self.max_buckets = bucket_size, rounds, max_buckets
-        generator = torch.Generator("cpu").manual_seed(seed)
         shape = (self.head_dim, rounds, max_buckets // 2)
-        rotations = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        rotations = torch.randn(shape, generator=seeded(seed), dtype=torch.float32, device="cpu")
         self.register_buffer("rotations", rotations.to(self.proj.weight))
 
     def attend(

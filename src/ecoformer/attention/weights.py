@@ -42,9 +42,10 @@ def projections_of(layer: nn.Module) -> Projections:
             f"{type(layer).__name__} projects {qkv.in_features} to {qkv.out_features} and back to "
             f"{proj.out_features} channels; heads of another total width than dim cannot be carried over"
         )
-    for name in ("q_norm", "k_norm"):
-        if not isinstance(getattr(layer, name, None), (nn.Identity, type(None))):
-            raise ValueError(f"{type(layer).__name__} normalises by {name}, which cannot be carried over")
+    read = ("qkv.", "proj.") + (("local.",) if isinstance(layer, Attention) else ())
+    more = [name for name, _ in layer.named_parameters() if not name.startswith(read)]
+    if more:
+        raise ValueError(f"{type(layer).__name__} also holds {', '.join(more)}, which cannot be carried over")
     q, k, v = qkv.weight.chunk(3)
     q_bias, k_bias, v_bias = (None, None, None) if qkv.bias is None else qkv.bias.chunk(3)
     return Projections(heads, q, k, v, proj.weight, q_bias, k_bias, v_bias, proj.bias)

@@ -16,7 +16,7 @@ __all__ = ["Backend", "Plain", "Registered"]
 
 
 class Backend(Protocol):
-    """The three steps of hashed attention; `eager.py` says what each means."""
+    """The steps of hashed attention; `eager.py` says what each means."""
 
     @staticmethod
     def code_sums(codes: Tensor, v: Tensor, mask: Tensor | None, bits: int, /) -> Tensor:
@@ -42,6 +42,10 @@ class Backend(Protocol):
     ) -> Tensor:
         """Both in causal order."""
 
+    @staticmethod
+    def causal_product(a: Tensor, b: Tensor, c: Tensor, reverse: bool, /) -> Tensor:
+        """Sums of (a_t . b_s) c_s over s <= t, or s >= t if `reverse`."""
+
 
 class Plain(Backend):
     """Plain PyTorch functions."""
@@ -49,6 +53,7 @@ class Plain(Backend):
     code_sums = staticmethod(eager.sums)
     code_read = staticmethod(eager.read)
     causal_read = staticmethod(eager.causal)
+    causal_product = staticmethod(eager.causal_product)
 
 
 class Registered(Backend):
@@ -57,3 +62,4 @@ class Registered(Backend):
     code_sums = staticmethod(operators.code_sums)
     code_read = staticmethod(operators.code_read)
     causal_read = staticmethod(operators.causal_read)
+    causal_product = staticmethod(operators.causal_product)

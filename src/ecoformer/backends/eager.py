@@ -76,7 +76,7 @@ def ratio(top: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     A query that sees no key (`count` 0) reads zero.
     """
     denominator = torch.where(count == 0, 1, top[..., -1:])
-    return torch.where(count == 0, 0, top[..., :-1] / denominator), denominator
+    return top[..., :-1] / denominator, denominator
 
 
 def read(
@@ -98,6 +98,7 @@ def bias_row(state: Tensor, own: Tensor | None, n: int) -> Tensor:
     row = state[..., -1:, :]
     if own is None:
         return row
+    own = torch.where(row[..., -1:] == 0, 0, own)  # where no key is seen, nothing is read
     return torch.cat([own.to(state.dtype), row[..., -1:].expand(*row.shape[:-2], n, 1)], dim=-1)
 
 
@@ -113,18 +114,16 @@ def causal(
 ) -> Tensor:
     """Every token reads the sums over the tokens up to itself, on top of an earlier `state`."""
     with full_precision(v.device):
-        hq, hk, values = causal_inputs(codes_q, codes_k, v, mask, state, bits)
+        hq, hk, values = causal_inputs(codes_q, codes_k, v, mask, bits)
         top = causal_top(causal_product(hq, hk, values), hq, values, state, beta, own_value)
         return ratio(top, running(values[..., -1:], state))[0].to(v.dtype)
 
 
 def causal_inputs(
-    codes_q: Tensor, codes_k: Tensor, v: Tensor, mask: Tensor | None, state: Tensor | None, bits: int
+    codes_q: Tensor, codes_k: Tensor, v: Tensor, mask: Tensor | None, bits: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Both codes and [v, 1] in the accumulator's or a wider state's dtype, masked keys at zero."""
+    """Both codes and [v, 1] in the accumulator's dtype, masked keys at zero."""
     dtype = accumulator(v.dtype)
-    if state is not None:
-        dtype = torch.promote_types(dtype, state.dtype)
     hq = signs(codes_q, is_packed(codes_q, v), bits, dtype)
     hk = without(mask, signs(codes_k, is_packed(codes_k, v), bits, dtype))
     values = torch.cat([v.to(dtype), v.new_ones(*v.shape[:-1], 1, dtype=dtype)], dim=-1)
@@ -145,7 +144,7 @@ def causal_top(
 def running(values: Tensor, state: Tensor | None) -> Tensor:
     """Inclusive running sum of the trailing columns of [v, 1]."""
     total = values.cumsum(dim=-2)
-    return total if state is None else total + state[..., -1:, -values.shape[-1] :]
+    return total if state is None else total + state[..., -1:, -values.shape[-1] :].to(values.dtype)
 
 
 def causal_product(a: Tensor, b: Tensor, c: Tensor, reverse: bool = False) -> Tensor:

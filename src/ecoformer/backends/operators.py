@@ -20,9 +20,8 @@ Grads = tuple[Tensor | None, ...]
 def _top_grad(grad: Tensor, top: Tensor, count: Tensor) -> Tensor:
     """Gradient of [numerators, denominator] from the gradient of their ratio."""
     out, denominator = eager.ratio(top, count)
-    numerators = grad.to(top.dtype) / denominator
-    whole = torch.cat([numerators, -(numerators * out).sum(dim=-1, keepdim=True)], dim=-1)
-    return torch.where(count == 0, 0, whole)
+    numerators = grad.to(top.dtype) * torch.where(count == 0, 0, 1 / denominator)
+    return torch.cat([numerators, -(numerators * out).sum(dim=-1, keepdim=True)], dim=-1)
 
 
 def _state_grad(h: Tensor, to_top: Tensor, beta: float, own_value: bool) -> Tensor:
@@ -179,7 +178,7 @@ def _causal_backward(ctx: Any, grad: Tensor) -> Grads:
     codes_q, codes_k, v, mask, state = ctx.saved_tensors
     to_q = to_k = to_v = to_state = None
     with eager.full_precision(v.device):
-        hq, hk, values = eager.causal_inputs(codes_q, codes_k, v, mask, state, ctx.bits)
+        hq, hk, values = eager.causal_inputs(codes_q, codes_k, v, mask, ctx.bits)
         top = causal_product(hq, hk, values, False)
         top = eager.causal_top(top, hq, values, state, ctx.beta, ctx.own_value)
         to_top = _top_grad(grad, top, eager.running(values[..., -1:], state))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from ecoformer.functional import Surrogate, sign_ste
 from ecoformer.hashing.quality import HashQuality, hash_quality
 from ecoformer.hashing.ranks import broadcast_state, gather_tokens, same_order
 from ecoformer.hashing.solver import FitOptions, Tick
+from ecoformer.randomness import seeded
 
 
 class UnfittedHasherError(RuntimeError):
@@ -37,6 +38,7 @@ class Hasher(nn.Module):
         sign_of_zero: +1 in the paper, 0 in the released code.
     """
 
+    learns: ClassVar[bool] = True
     fitted: Tensor
 
     def __init__(
@@ -120,11 +122,10 @@ class Hasher(nn.Module):
             tokens, valid = gather_tokens(tokens, valid, group)
         if valid is not None:
             tokens = tokens.masked_fill(~valid[:, None, :, None], 0)
-        self._check_learnable(tokens)
+        self._check_finite(tokens)
         tokens, valid = same_order(tokens, valid)
         with full_precision(tokens.device):
-            generator = torch.Generator().manual_seed(seed)
-            self.learn(tokens, valid, generator, options or FitOptions(), tick)
+            self.learn(tokens, valid, seeded(seed), options or FitOptions(), tick)
         self._set_fitted()
         if group is not None:
             broadcast_state(self, group)
@@ -137,7 +138,13 @@ class Hasher(nn.Module):
         """Objective and recall of the codes on tokens (B, H, N, D), preferably not those of `fit`."""
         codes = self(tokens, key_padding_mask)
         wide = tokens if tokens.dtype == torch.float64 else tokens.float()
-        return hash_quality(codes, wide, neighbours, None if key_padding_mask is None else ~key_padding_mask)
+        if key_padding_mask is None:
+            valid = None
+        else:
+            valid = ~key_padding_mask
+            wide = wide.masked_fill(key_padding_mask[:, None, :, None], 0)
+        self._check_finite(wide)
+        return hash_quality(codes, wide, neighbours, valid)
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""
@@ -190,10 +197,10 @@ class Hasher(nn.Module):
                 f"got {key_padding_mask.dtype} {shape(key_padding_mask)}"
             )
 
-    def _check_learnable(self, tokens: Tensor) -> None:
+    def _check_finite(self, tokens: Tensor) -> None:
         broken = int((~tokens.square().sum(dim=-1).isfinite()).flatten(1).any(dim=1).sum())
         if broken:
             raise ValueError(
                 f"tokens {shape(tokens)} hold NaN or infinity in {broken} of {len(tokens)} samples, or "
-                f"lengths that overflow {tokens.dtype}: hash functions cannot be learned from them"
+                f"lengths that overflow {tokens.dtype}: nothing can be learned or judged from them"
             )

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from ecoformer.hashing.base import Hasher
 from ecoformer.hashing.solver import FitOptions
 
 Forward = Callable[[nn.Module, Any], Any]
+Group = dist.ProcessGroup | Literal["alone"] | None
 
 
 def hashers_of(model: nn.Module) -> dict[str, Hasher]:
@@ -30,7 +31,7 @@ def fitting(
     *,
     seed: int = 0,
     options: FitOptions | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     tick: Callable[[str], None] | None = None,
 ) -> Iterator[list[str]]:
     """While the context is open, each hasher that the model reaches is fitted once, just before it hashes.
@@ -41,7 +42,7 @@ def fitting(
     >>> with fitting(model):
     ...     model(images)
     """
-    names = hashers_of(model)
+    names, group = hashers_of(model), _group_of(group)
     if not names:
         raise ValueError(f"{type(model).__name__} holds no hasher to fit: convert it or build it with one")
     done: list[str] = []
@@ -49,6 +50,9 @@ def fitting(
     def make_hook(name: str, layer_seed: int) -> Callable[..., None]:
         def hook(hasher: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if name in done or not isinstance(hasher, Hasher):
+                return
+            if not hasher.learns:
+                done.append(name)
                 return
             tokens, mask = _arguments(*args, **kwargs)
             layer_tick = None if tick is None else partial(tick, name)
@@ -64,10 +68,14 @@ def fitting(
         for index, (name, hasher) in enumerate(names.items())
     ]
     try:
-        yield done
+        # A compiled model would not notice hooks that came after its graph.
+        with torch.compiler.set_stance("force_eager"):
+            yield done
     finally:
         for hook in hooks:
             hook.remove()
+    if not done:
+        raise RuntimeError(f"no hasher of {type(model).__name__} was reached: run the model inside fitting()")
 
 
 def fit_hashers(
@@ -77,7 +85,7 @@ def fit_hashers(
     samples: int = 64,
     seed: int = 0,
     options: FitOptions | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     forward: Forward | None = None,
     progress: bool = True,
 ) -> list[str]:
@@ -90,7 +98,8 @@ def fit_hashers(
         samples: how many samples to learn from, on this rank.
         seed: same seed and same samples, same hash functions, on however many ranks.
         options: how to learn, see `FitOptions`.
-        group: process group whose ranks each pass their own samples; all learn from all.
+        group: process group whose ranks each pass their own samples; all learn from all. Needed where several
+            ranks are up, lest they learn apart; "alone" says that this is wanted.
         forward: how to run a batch, `forward(model, batch)`, if not `model(inputs)` or `model(**mapping)`.
         progress: show a progress bar, on a terminal and on the first rank only.
     """
@@ -101,7 +110,7 @@ def fit_hashers(
     options = options or FitOptions()
     training = {module: module.training for module in model.modules()}
     model.eval()
-    first_rank = group is None or dist.get_rank(group) == 0
+    first_rank = not dist.is_initialized() or dist.get_rank() == 0
     try:
         with (
             torch.no_grad(),
@@ -141,6 +150,17 @@ class RefitHashers:
             return False
         fit_hashers(self.model, batches, seed=self.seed + epoch, **self.fit_arguments)
         return True
+
+
+def _group_of(group: Group) -> dist.ProcessGroup | None:
+    if isinstance(group, str) and group != "alone":
+        raise ValueError(f'group must be a process group, None or "alone", got {group!r}')
+    if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"{dist.get_world_size()} ranks are up and would learn apart: pass group=dist.group.WORLD, or "
+            'group="alone" if only this rank is to learn'
+        )
+    return None if isinstance(group, str) else group
 
 
 def _arguments(tokens: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

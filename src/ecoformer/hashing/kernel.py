@@ -178,9 +178,12 @@ class KlshHasher(KernelHasher):
         usable = values > values[..., -1:] * 1e-6
         inverse_roots = torch.where(usable, values.clamp_min(1e-30).rsqrt(), 0)
         root = (vectors * inverse_roots.unsqueeze(-2)) @ vectors.mT
-        draws = torch.rand(self.num_heads, self.support, self.bits, generator=generator)
+        draws = torch.rand(self.num_heads, self.support, self.bits, generator=generator, device="cpu")
         chosen = draws.argsort(dim=1).argsort(dim=1) < max(1, self.support // 3)
         weight: Tensor = root @ chosen.to(root)
+        if tick is not None:
+            for _ in range(self.bits * options.passes):
+                tick()
         return weight.to(data.features.dtype)
 
 

@@ -12,10 +12,16 @@ from ecoformer.functional import Surrogate
 from ecoformer.hashing.base import Hasher
 from ecoformer.hashing.kernel import unit_length
 from ecoformer.hashing.solver import FitOptions, Tick
+from ecoformer.randomness import seeded
 
 
 class _DrawnHasher(Hasher):
-    """A hasher whose state is drawn, from `seed` when it is made and anew at every `fit`."""
+    """A hasher whose state is drawn, from `seed` when it is made and anew by `fit`, whose tokens it ignores.
+
+    `fit_hashers` leaves it alone: a network has adapted to what was drawn.
+    """
+
+    learns = False
 
     def draw(self, generator: torch.Generator) -> None:
         """Set the buffers."""
@@ -43,18 +49,18 @@ class LshHasher(_DrawnHasher):
         head_dim: int,
         bits: int = 16,
         *,
-        seed: int = 0,
+        seed: int | None = None,
         surrogate: Surrogate = "hardtanh",
         sign_of_zero: int = 1,
     ) -> None:
         super().__init__(num_heads, head_dim, bits, surrogate=surrogate, sign_of_zero=sign_of_zero)
         self.register_buffer("planes", torch.zeros(num_heads, head_dim, bits))
-        self.draw(torch.Generator().manual_seed(seed))
+        self.draw(seeded(seed))
         self._set_fitted()
 
     def draw(self, generator: torch.Generator) -> None:
         """New hyperplanes."""
-        self.planes.copy_(torch.randn(self.planes.shape, generator=generator))
+        self.planes.copy_(torch.randn(self.planes.shape, generator=generator, device="cpu"))
 
     def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
         """Unit tokens' products with the hyperplanes' normals."""
@@ -71,7 +77,7 @@ class SignHasher(_DrawnHasher):
         features: "channels" takes the sign of the first b channels. "fourier" takes the sign of b random
             Fourier features of the unit tokens, cos(w x + p): the paper's transformation of queries and
             keys, binarised.
-        seed: of the random features.
+        seed: of the random features; None follows `torch.manual_seed`.
         surrogate: gradient of the sign, see `sign_ste`.
         sign_of_zero: +1 in the paper, 0 in the released code.
     """
@@ -86,7 +92,7 @@ class SignHasher(_DrawnHasher):
         bits: int | None = None,
         *,
         features: Literal["channels", "fourier"] = "channels",
-        seed: int = 0,
+        seed: int | None = None,
         surrogate: Surrogate = "hardtanh",
         sign_of_zero: int = 1,
     ) -> None:
@@ -103,14 +109,14 @@ class SignHasher(_DrawnHasher):
         if features == "fourier":
             self.register_buffer("frequencies", torch.zeros(num_heads, head_dim, bits))
             self.register_buffer("phases", torch.zeros(num_heads, 1, bits))
-        self.draw(torch.Generator().manual_seed(seed))
+        self.draw(seeded(seed))
         self._set_fitted()
 
     def draw(self, generator: torch.Generator) -> None:
         """New random features, where there are any."""
         if self.features == "fourier":
-            self.frequencies.copy_(torch.randn(self.frequencies.shape, generator=generator))
-            self.phases.copy_(2 * math.pi * torch.rand(self.phases.shape, generator=generator))
+            self.frequencies.copy_(torch.randn(self.frequencies.shape, generator=generator, device="cpu"))
+            self.phases.copy_(2 * math.pi * torch.rand(self.phases.shape, generator=generator, device="cpu"))
 
     def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
         """The features themselves."""

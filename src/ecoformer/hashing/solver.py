@@ -127,7 +127,8 @@ class _Solver:
         """Weights (H, m) to start a bit from, and their discrete score (H,)."""
         if curvature is None:
             shape = self.weights.shape[:2]
-            start = torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.weights)
+            draw = torch.randn(shape, generator=self.generator, dtype=torch.float64, device="cpu")
+            start = draw.to(self.weights)
         else:
             mixed = self._by_sample().mT @ others
             relaxed = curvature - (mixed @ mixed.mT).sum(dim=1)

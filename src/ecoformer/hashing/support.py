@@ -14,7 +14,7 @@ _STEPS = 10
 def draw_support(unit: Tensor, valid: Tensor | None, count: int, generator: torch.Generator) -> Tensor:
     """`count` random tokens of every head (H, m, D) out of all samples' unit tokens (H, B, N, D)."""
     heads, batch, n, dim = unit.shape
-    candidates = torch.arange(batch * n)
+    candidates = torch.arange(batch * n, device="cpu")
     if valid is not None:
         candidates = candidates[valid.flatten().cpu()]
     if len(candidates) < count:
@@ -22,7 +22,9 @@ def draw_support(unit: Tensor, valid: Tensor | None, count: int, generator: torc
             f"tokens {shape(unit.transpose(0, 1))} hold {len(candidates)} tokens a head (padding apart), "
             f"fewer than support={count}: pass more tokens or lower support"
         )
-    picks = [candidates[torch.randperm(len(candidates), generator=generator)] for _ in range(heads)]
+    picks = [
+        candidates[torch.randperm(len(candidates), generator=generator, device="cpu")] for _ in range(heads)
+    ]
     index = torch.stack(picks)[:, :count, None].expand(-1, -1, dim).to(unit.device)
     return unit.flatten(1, 2).gather(1, index)
 

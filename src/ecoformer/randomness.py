@@ -1,0 +1,12 @@
+"""Where random draws come from."""
+
+from __future__ import annotations
+
+import torch
+
+
+def seeded(seed: int | None) -> torch.Generator:
+    """A CPU generator: of `seed`, or following `torch.manual_seed` if that is None."""
+    if seed is None:
+        seed = int(torch.randint(2**31, (), device="cpu"))
+    return torch.Generator("cpu").manual_seed(seed)
