@@ -97,8 +97,8 @@ def savings_table(hasher: Hasher, tokens: Tensor) -> Table:
         "softmax": median_ms(lambda: F.scaled_dot_product_attention(unit, unit, one)),
         "hashed": median_ms(hashed),
     }
-    table = Table(title=f"One head of attention, {n} tokens of {channels} channels")
-    for column in ("attention", "multiplications", "additions", "energy (µJ, paper's count)", "ms here"):
+    table = Table(title=f"One head, {n} tokens of {channels} channels; operations by the paper's accounting")
+    for column in ("attention", "multiplications", "additions", "energy (µJ)", "ms here"):
         table.add_column(column, justify="right")
     for name, (mul, add) in counts.items():
         energy = (MUL_PJ * mul + ADD_PJ * add) / 1e6
@@ -154,7 +154,8 @@ def main() -> None:
     neighbour_picture([learned, hashers["learned, cosine target"], hashers["LSH"]], arguments.out)
     console.print(
         f"{arguments.out}: crops with one patch in red; beside them how alike the other patches are to it, "
-        "by cosine, by learned codes, by codes learned with the cosine target, by LSH."
+        "by cosine, by learned codes, by codes learned with the cosine target, by LSH. Learned codes are "
+        "made to tell the nearest tokens from all others, not to rank those in between: see docs/hashing.md."
     )
 
 

@@ -52,7 +52,8 @@ def hash_attention(
     Like `F.scaled_dot_product_attention`, with codes in the place of queries and keys (Eq. 9 of the paper).
 
     Args:
-        codes_q: (..., N_q, b) of ±1, or (..., N_q) packed integers (see `pack_codes`).
+        codes_q: (..., N_q, b) of ±1, or (..., N_q) packed integers (see `pack_codes`). Floats are taken
+            as they are: that they are ±1 is not checked.
         codes_k: (..., N_k, b) of ±1, or (..., N_k) packed integers.
         v: (..., N_k, D) in fp64, fp32, bf16 or fp16. Sums over tokens are kept in fp32 (fp64 for fp64).
         key_padding_mask: (B, N_k) or (..., N_k) bool, True where a key is padding, as in

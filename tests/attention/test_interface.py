@@ -247,3 +247,8 @@ def test_a_mechanism_of_ones_own(monkeypatch):
     with pytest.raises(ValueError, match="'softmax' is registered already: SoftmaxAttention"):
         register_attention("softmax")(MeanOfAll)
     assert MeanOfAll.name == "mean_of_all"
+
+
+def test_unknown_arguments_name_the_mechanism():
+    with pytest.raises(TypeError, match=r"^eco: .*'bit'.*help\(ecoformer.attention.EcoAttention\)"):
+        create_attention("eco", 32, 2, bit=8)

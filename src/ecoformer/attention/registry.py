@@ -42,4 +42,8 @@ def attention_class(name: str) -> type[Attention]:
 
 def create_attention(name: str, dim: int, num_heads: int, **kwargs: Any) -> Attention:
     """A new attention module by name; keyword arguments as its class takes them."""
-    return attention_class(name)(dim, num_heads, **kwargs)
+    cls = attention_class(name)
+    try:
+        return cls(dim, num_heads, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error} (see help(ecoformer.attention.{cls.__name__}))") from error
