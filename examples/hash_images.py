@@ -40,7 +40,7 @@ def fitted_hashers(tokens: Tensor) -> dict[str, Hasher]:
         "learned (EcoFormer)": KernelHasher(1, dim, BITS, SUPPORT).fit(tokens),
         "learned, cosine target": KernelHasher(1, dim, BITS, SUPPORT).fit(tokens, options=cosine),
         "KLSH": KlshHasher(1, dim, BITS, SUPPORT).fit(tokens),
-        "LSH": LshHasher(1, dim, BITS),
+        "LSH": LshHasher(1, dim, BITS, seed=0),
         "sign": SignHasher(1, dim, BITS),
     }
 
