@@ -26,6 +26,7 @@ from ecoformer.backends import Backend, Plain, Registered, eager
 __all__ = [
     "bias_value",
     "causal_product",
+    "check_surrogate",
     "choose",
     "hash_attention",
     "pack_codes",
@@ -126,14 +127,19 @@ def unpack_codes(packed: Tensor, bits: int | None = None, dtype: torch.dtype = t
     return eager.unpack(packed, packed_width("packed", packed, bits), dtype)
 
 
+def check_surrogate(surrogate: str) -> None:
+    """Refuse a stand-in for the sign's gradient that `sign_ste` does not have."""
+    if surrogate not in ("hardtanh", "sigmoid"):
+        raise ValueError(f'surrogate must be "hardtanh" or "sigmoid", got {surrogate!r}')
+
+
 def sign_ste(x: Tensor, surrogate: Surrogate = "hardtanh", zero: float = 1.0) -> Tensor:
     """sign(x) in the forward pass, the gradient of a smooth stand-in in the backward pass.
 
     "hardtanh" passes the gradient where |x| <= 1 (the paper); "sigmoid" is that of 2 / (1 + e^-x) - 1.
     `zero` is sign(0): +1 in the paper, 0 in the released code. NaN stays NaN.
     """
-    if surrogate not in ("hardtanh", "sigmoid"):
-        raise ValueError(f'surrogate must be "hardtanh" or "sigmoid", got {surrogate!r}')
+    check_surrogate(surrogate)
     with torch.no_grad():
         codes = torch.where(x > 0, 1.0, torch.where(x < 0, -1.0, torch.where(x == 0, zero, x))).to(x.dtype)
     if not x.requires_grad and not _transforming():

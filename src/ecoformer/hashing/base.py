@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from ecoformer.arguments import shape
 from ecoformer.backends.eager import full_precision
-from ecoformer.functional import Surrogate, sign_ste
+from ecoformer.functional import Surrogate, check_surrogate, sign_ste
 from ecoformer.hashing.quality import HashQuality, hash_quality
 from ecoformer.hashing.ranks import broadcast_state, gather_tokens, same_order
 from ecoformer.hashing.solver import FitOptions, Tick
@@ -56,8 +56,7 @@ class Hasher(nn.Module):
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if sign_of_zero not in (-1, 0, 1):
             raise ValueError(f"sign_of_zero must be -1, 0 or 1, got {sign_of_zero}")
-        if surrogate not in ("hardtanh", "sigmoid"):
-            raise ValueError(f'surrogate must be "hardtanh" or "sigmoid", got {surrogate!r}')
+        check_surrogate(surrogate)
         self.num_heads, self.head_dim, self.bits = num_heads, head_dim, bits
         self.surrogate, self.sign_of_zero = surrogate, float(sign_of_zero)
         self.register_buffer("fitted", torch.tensor(False))
