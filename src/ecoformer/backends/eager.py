@@ -10,6 +10,7 @@ Codes are ±1 tensors (..., N, b) or packed integers (..., N). `operators.py` re
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -111,11 +112,13 @@ def causal(
     bits: int,
     beta: float,
     own_value: bool,
+    product: Callable[[Tensor, Tensor, Tensor, bool], Tensor] | None = None,
 ) -> Tensor:
     """Every token reads the sums over the tokens up to itself, on top of an earlier `state`."""
     with full_precision(v.device):
         hq, hk, values = causal_inputs(codes_q, codes_k, v, mask, bits)
-        top = causal_top(causal_product(hq, hk, values), hq, values, state, beta, own_value)
+        top = (product or causal_product)(hq, hk, values, False)
+        top = causal_top(top, hq, values, state, beta, own_value)
         return ratio(top, running(values[..., -1:], state))[0].to(v.dtype)
 
 
@@ -137,7 +140,7 @@ def causal_top(
     if state is not None:
         top = top + hq @ state[..., :-1, :].to(hq.dtype)
     if not own_value:
-        return top + beta * running(values, state)
+        return torch.add(top, running(values, state), alpha=beta)
     return top + beta * torch.cat([values[..., :-1], running(values[..., -1:], state)], dim=-1)
 
 
@@ -152,20 +155,24 @@ def causal_product(a: Tensor, b: Tensor, c: Tensor, reverse: bool = False) -> Te
 
     Its three derivatives are causal products themselves.
     """
+    pieces = [piece for _, piece in causal_spans(a, b, c, reverse)]
+    if not pieces:
+        return torch.zeros_like(c)
+    return torch.cat(pieces[::-1] if reverse else pieces, dim=-2)
+
+
+def causal_spans(a: Tensor, b: Tensor, c: Tensor, reverse: bool) -> Iterator[tuple[int, Tensor]]:
+    """The causal product stretch by stretch: where each begins, and its tokens' outputs."""
     n = a.shape[-2]
     rows = max(1, a[..., 0, 0].numel()) if n else 1
     span = max(_CHUNK, _SPAN_ELEMENTS // (rows * _CHUNK) // _CHUNK * _CHUNK)
     carry = c.new_zeros(*c.shape[:-2], 1, a.shape[-1], c.shape[-1])
-    pieces = []
     starts = range(0, n, span)
     for start in reversed(starts) if reverse else starts:
         length = min(span, n - start)
         part_a, part_b, part_c = (x.narrow(-2, start, length) for x in (a, b, c))
         piece, carry = _causal_span(part_a, part_b, part_c, carry, reverse)
-        pieces.append(piece)
-    if not pieces:
-        return torch.zeros_like(c)
-    return torch.cat(pieces[::-1] if reverse else pieces, dim=-2)
+        yield start, piece
 
 
 def _causal_span(a: Tensor, b: Tensor, c: Tensor, carry: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:

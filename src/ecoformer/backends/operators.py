@@ -21,7 +21,8 @@ def _top_grad(grad: Tensor, top: Tensor, count: Tensor) -> Tensor:
     """Gradient of [numerators, denominator] from the gradient of their ratio."""
     out, denominator = eager.ratio(top, count)
     numerators = grad.to(top.dtype) * torch.where(count == 0, 0, 1 / denominator)
-    return torch.cat([numerators, -(numerators * out).sum(dim=-1, keepdim=True)], dim=-1)
+    to_denominator = -(numerators * out).sum(dim=-1, keepdim=True)
+    return torch.cat([numerators, to_denominator], dim=-1)
 
 
 def _state_grad(h: Tensor, to_top: Tensor, beta: float, own_value: bool) -> Tensor:
@@ -116,8 +117,14 @@ code_read.register_autograd(_read_backward, setup_context=_read_setup)
     schema="(Tensor a, Tensor b, Tensor c, bool reverse) -> Tensor",
 )
 def causal_product(a: Tensor, b: Tensor, c: Tensor, reverse: bool) -> Tensor:
-    """`eager.causal_product`, registered: its loop stays out of compiled graphs."""
-    return eager.causal_product(a, b, c, reverse).contiguous()
+    """`eager.causal_product`, registered: its loop stays out of compiled graphs.
+
+    Written into one tensor: joining the stretches would hold them twice, and scatter the heap.
+    """
+    out = torch.empty(c.shape, dtype=c.dtype, device=c.device)
+    for start, piece in eager.causal_spans(a, b, c, reverse):
+        out.narrow(-2, start, piece.shape[-2]).copy_(piece)
+    return out
 
 
 @causal_product.register_fake
@@ -160,8 +167,8 @@ def causal_read(
     beta: float,
     own_value: bool,
 ) -> Tensor:
-    """`eager.causal`, registered."""
-    return eager.causal(codes_q, codes_k, v, mask, state, bits, beta, own_value)
+    """`eager.causal`, registered, on the registered product."""
+    return eager.causal(codes_q, codes_k, v, mask, state, bits, beta, own_value, product=causal_product)
 
 
 @causal_read.register_fake
@@ -191,9 +198,10 @@ def _causal_backward(ctx: Any, grad: Tensor) -> Grads:
         if ctx.needs_input_grad[1]:
             to_k = causal_product(values, to_top, hq, True)
             to_k = without(mask, to_k).to(codes_k.dtype)
+        del values
         if ctx.needs_input_grad[2]:
             to_v = causal_product(hk, hq, to_top[..., :-1], True)
-            to_v = to_v + ctx.beta * _value_bias_grad(to_top[..., :-1], ctx.own_value)
+            to_v = torch.add(to_v, _value_bias_grad(to_top[..., :-1], ctx.own_value), alpha=ctx.beta)
             to_v = without(mask, to_v).to(v.dtype)
         if state is not None and ctx.needs_input_grad[4]:
             to_state = _state_grad(hq, to_top, ctx.beta, ctx.own_value).to(state.dtype)
