@@ -7,6 +7,8 @@ from ecoformer.attention import (
     list_attentions,
     register_attention,
 )
+from ecoformer.checkpoints import CheckpointError, load, load_official, save
+from ecoformer.conversion import Conversion, Distillation, Projections, convert, distill, register_conversion
 from ecoformer.functional import hash_attention, pack_codes, sign_ste, unpack_codes
 from ecoformer.hashing import (
     FitOptions,
@@ -22,12 +24,16 @@ from ecoformer.hashing import (
     fitting,
     hashers_of,
 )
+from ecoformer.neighbours import watch_imports as _watch_imports
 from ecoformer.streaming import HashAttentionState
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Attention",
+    "CheckpointError",
+    "Conversion",
+    "Distillation",
     "EcoAttention",
     "FitOptions",
     "HashAttentionState",
@@ -36,17 +42,26 @@ __all__ = [
     "KernelHasher",
     "KlshHasher",
     "LshHasher",
+    "Projections",
     "RefitHashers",
     "SignHasher",
     "UnfittedHasherError",
+    "convert",
     "create_attention",
+    "distill",
     "fit_hashers",
     "fitting",
     "hash_attention",
     "hashers_of",
     "list_attentions",
+    "load",
+    "load_official",
     "pack_codes",
     "register_attention",
+    "register_conversion",
+    "save",
     "sign_ste",
     "unpack_codes",
 ]
+
+_watch_imports()

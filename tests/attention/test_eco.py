@@ -212,8 +212,7 @@ def test_from_softmax_on_another_device():
             "add_bias_kv .* cannot be carried over$",
         ),
         (nn.MultiheadAttention(DIM, HEADS, add_zero_attn=True), ValueError, "cannot be carried over$"),
-        (TimmLike(width=24), ValueError, "^TimmLike projects 12 to 72 and back to 12 channels"),
-        (EcoAttention(DIM, HEADS), TypeError, "^cannot read the projections of EcoAttention"),
+        (TimmLike(width=24), ValueError, "^TimmLike projects 12 to 72 channels"),
     ],
 )
 def test_layers_that_cannot_be_read(layer, error, message):
@@ -227,6 +226,17 @@ def test_from_softmax_refuses_parameters_it_would_drop():
     layer.relative_position_bias_table = torch.nn.Parameter(torch.zeros(4))
     with pytest.raises(ValueError, match="also holds relative_position_bias_table, which cannot be carried"):
         EcoAttention.from_softmax(layer)
+
+
+def test_the_way_back_to_softmax():
+    eco = EcoAttention(DIM, HEADS, local=3)
+    torch.nn.init.normal_(eco.local.weight)
+    softmax = SoftmaxAttention.from_softmax(eco)
+    q, k, v = softmax.qkv.weight.chunk(3)
+    assert torch.equal(q, eco.qk.weight)
+    assert torch.equal(k, eco.qk.weight)
+    assert torch.equal(v, eco.v.weight)
+    assert torch.equal(softmax.local.weight, eco.local.weight)
 
 
 def test_from_softmax_keeps_dropout():

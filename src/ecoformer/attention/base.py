@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from ecoformer.arguments import shape
 from ecoformer.attention.local import LocalBranch
+from ecoformer.attention.weights import Projections, carry_over, projections_of, unread_parameters
 
 
 def head_dim_of(dim: int, num_heads: int) -> int:
@@ -32,6 +34,8 @@ class Attention(nn.Module):
         proj_drop: dropout after the output projection.
         local: k adds a depth-wise convolution of v over k neighbours in the sequence; (k, k) over a k x k
             neighbourhood of the image, whose `grid` the call must then give. 0, the paper's, adds none.
+        out_proj: whether heads are mixed by an output projection; False where the model around the layer has
+            it, as BERT does.
     """
 
     name: ClassVar[str]
@@ -39,6 +43,10 @@ class Attention(nn.Module):
     supports_causal: ClassVar[bool] = True
     supports_padding: ClassVar[bool] = True
     has_weights: ClassVar[bool] = False
+    sized_by_tokens: ClassVar[bool] = False
+    """Whether the number of tokens is an argument, `seq_len`, of the constructor."""
+    own: ClassVar[tuple[str, ...]] = ("local",)
+    """What only this mechanism has, besides the projections: another one has no place for it."""
 
     def __init__(
         self,
@@ -49,6 +57,7 @@ class Attention(nn.Module):
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
         local: int | tuple[int, int] = 0,
+        out_proj: bool = True,
     ) -> None:
         super().__init__()
         self.dim, self.num_heads, self.head_dim = dim, num_heads, head_dim_of(dim, num_heads)
@@ -62,9 +71,49 @@ class Attention(nn.Module):
             self.v = nn.Linear(dim, dim, bias=qkv_bias)
         else:
             self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
-        self.proj = nn.Linear(dim, dim)
+        self.proj: nn.Linear | nn.Identity = nn.Linear(dim, dim) if out_proj else nn.Identity()
         self.proj_drop = nn.Dropout(proj_drop)
         self.local = LocalBranch(dim, local) if local else None
+
+    @classmethod
+    @torch.no_grad()
+    def from_projections(cls, source: Projections, **kwargs: Any) -> Self:
+        """A layer that starts from the weights of another; keyword arguments as the class takes them.
+
+        With `shared_qk` the queries' weights serve queries and keys. Device and dtype are kept.
+        """
+        biases = (source.q_bias, source.k_bias, source.v_bias)
+        kwargs.setdefault("qkv_bias", any(bias is not None for bias in biases))
+        kwargs.setdefault("proj_drop", source.proj_drop)
+        if cls.has_weights:
+            kwargs.setdefault("attn_drop", source.attn_drop)
+        new = cls(source.dim, source.num_heads, out_proj=source.out is not None, **kwargs)
+        new.to(device=source.v.device, dtype=source.v.dtype)
+        carry_over(source, new)
+        return new
+
+    @classmethod
+    @torch.no_grad()
+    def from_softmax(cls, layer: nn.Module, **kwargs: Any) -> Self:
+        """A layer that starts from the weights of another layer; a hasher is still to be fitted.
+
+        `layer` is an `nn.MultiheadAttention`, one of our mechanisms, or a layer with `qkv`, `proj` and
+        `num_heads` like timm's. A local branch comes along. Device, dtype and mode are kept; tokens are
+        (B, N, dim), whatever `batch_first` was.
+        """
+        source = projections_of(layer)
+        more = unread_parameters(layer, source, layer.own if isinstance(layer, Attention) else ())
+        if more:
+            raise ValueError(
+                f"{type(layer).__name__} also holds {', '.join(more)}, which cannot be carried over"
+            )
+        branch = layer.local if isinstance(layer, Attention) else None
+        if branch is not None:
+            kwargs.setdefault("local", branch.size)
+        new = cls.from_projections(source, **kwargs).train(layer.training)
+        if branch is not None and new.local is not None and new.local.size == branch.size:
+            new.local.load_state_dict(branch.state_dict())
+        return new
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, is_causal: bool
@@ -82,18 +131,20 @@ class Attention(nn.Module):
         key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
         grid: tuple[int, int] | None = None,
+        prefix: int = 0,
     ) -> Tensor:
         """Tokens (B, N, dim) to tokens (B, N, dim).
 
-        `key_padding_mask` (B, N) is True where a token is padding; `grid` is the (height, width) whose
-        product is N, needed by a two-dimensional local branch.
+        `key_padding_mask` (B, N) is True where a token is padding. A two-dimensional local branch needs
+        `grid`, the image's (height, width), and `prefix`, how many tokens (class token, registers) stand
+        before it: N = prefix + height x width.
         """
         self._check(x, key_padding_mask, is_causal)
         q, k, v = self._project(x)
         out = self.attend(q, k, v, key_padding_mask, is_causal)
         out = out.transpose(1, 2).flatten(2)
         if self.local is not None:
-            out = out + self.local(v.transpose(1, 2).flatten(2), key_padding_mask, is_causal, grid)
+            out = out + self.local(v.transpose(1, 2).flatten(2), key_padding_mask, is_causal, grid, prefix)
         result: Tensor = self.proj_drop(self.proj(out))
         return result
 

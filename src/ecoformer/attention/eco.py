@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
-from typing_extensions import Self
+from torch import Tensor
 
 from ecoformer.arguments import Bias, bias_value
 from ecoformer.attention.base import Attention, head_dim_of
 from ecoformer.attention.registry import register_attention
-from ecoformer.attention.weights import carry_over, projections_of
 from ecoformer.functional import Surrogate, hash_attention
 from ecoformer.hashing import Hasher, KernelHasher, KlshHasher, LshHasher, SignHasher
 
@@ -28,6 +25,7 @@ class HashedAttention(Attention):
     """
 
     shared_qk = True
+    own = ("local", "hasher")
 
     def __init__(
         self, dim: int, num_heads: int, hasher: Hasher, *, bias: Bias = "paper", **kwargs: Any
@@ -41,30 +39,6 @@ class HashedAttention(Attention):
             )
         self.bias: Bias = bias
         self.hasher = hasher
-
-    @classmethod
-    @torch.no_grad()
-    def from_softmax(cls, layer: nn.Module, **kwargs: Any) -> Self:
-        """A layer that starts from the weights of a softmax layer; its hasher is still to be fitted.
-
-        `layer` is an `nn.MultiheadAttention`, a `SoftmaxAttention`, or a layer with `qkv`, `proj` and
-        `num_heads` like timm's. Queries' weights serve queries and keys; a local branch comes along. Device,
-        dtype and mode are kept; tokens are (B, N, dim), whatever `batch_first` was.
-        """
-        source = projections_of(layer)
-        kwargs.setdefault("qkv_bias", source.q_bias is not None)
-        dropout = getattr(layer, "proj_drop", None)
-        if isinstance(dropout, nn.Dropout):
-            kwargs.setdefault("proj_drop", dropout.p)
-        branch = layer.local if isinstance(layer, Attention) else None
-        if branch is not None:
-            kwargs.setdefault("local", branch.size)
-        new = cls(source.q.shape[1], source.num_heads, **kwargs)
-        new.to(device=source.q.device, dtype=source.q.dtype).train(layer.training)
-        carry_over(source, new)
-        if branch is not None and new.local is not None and new.local.size == branch.size:
-            new.local.load_state_dict(branch.state_dict())
-        return new
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, is_causal: bool

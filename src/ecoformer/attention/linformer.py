@@ -29,6 +29,8 @@ class LinformerAttention(Attention):
 
     supports_causal = False
     has_weights = True
+    sized_by_tokens = True
+    own = ("local", "proj_k", "proj_v")
 
     def __init__(self, dim: int, num_heads: int, *, seq_len: int, k: int = 256, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)

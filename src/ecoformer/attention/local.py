@@ -23,7 +23,7 @@ class LocalBranch(nn.Module):
         sizes = (size,) if isinstance(size, int) else tuple(size)
         if len(sizes) > 2 or any(s < 1 or s % 2 == 0 for s in sizes):
             raise ValueError(f"local must be an odd k or a pair of odd numbers (k, k), got {size}")
-        self.size, self.sizes = size, sizes
+        self.size, self.sizes = (size if isinstance(size, int) else sizes), sizes
         self.weight = nn.Parameter(torch.zeros(dim, 1, *sizes))
 
     def forward(
@@ -32,11 +32,17 @@ class LocalBranch(nn.Module):
         key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
         grid: tuple[int, int] | None = None,
+        prefix: int = 0,
     ) -> Tensor:
-        """Values (B, N, dim) to (B, N, dim); in causal order only earlier neighbours and the token itself."""
+        """Values (B, N, dim) to (B, N, dim); in causal order only earlier neighbours and the token itself.
+
+        The `prefix` tokens before an image's `grid` have no neighbours there and get nothing.
+        """
         if key_padding_mask is not None:
             v = v.masked_fill(key_padding_mask.unsqueeze(-1), 0)
-        return self._image(v, is_causal, grid) if len(self.sizes) == 2 else self._sequence(v, is_causal)
+        if len(self.sizes) == 1:
+            return self._sequence(v, is_causal)
+        return F.pad(self._image(v[:, prefix:], is_causal, grid), (0, 0, prefix, 0))
 
     def _sequence(self, v: Tensor, is_causal: bool) -> Tensor:
         (k,) = self.sizes

@@ -53,7 +53,7 @@ class PerformerAttention(Attention):
         if features < 1:
             raise ValueError(f"features must be at least 1, got {features}")
         self.features = features
-        self.register_buffer("projection", self._draw(seed).to(self.proj.weight))
+        self.register_buffer("projection", self._draw(seed).to(next(self.parameters())))
 
     def redraw(self, seed: int) -> None:
         """Replaces the projection by the one of another seed."""

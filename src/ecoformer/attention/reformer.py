@@ -66,7 +66,7 @@ class ReformerAttention(Attention):
         self.bucket_size, self.rounds, self.max_buckets = bucket_size, rounds, max_buckets
         shape = (self.head_dim, rounds, max_buckets // 2)
         rotations = torch.randn(shape, generator=seeded(seed), dtype=torch.float32, device="cpu")
-        self.register_buffer("rotations", rotations.to(self.proj.weight))
+        self.register_buffer("rotations", rotations.to(next(self.parameters())))
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, is_causal: bool

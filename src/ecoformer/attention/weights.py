@@ -1,65 +1,129 @@
-"""Projections of an existing softmax layer, whatever its class calls them."""
+"""Projections of an existing attention layer, whatever its class calls them."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
-from ecoformer.attention.base import Attention
+if TYPE_CHECKING:
+    from ecoformer.attention.base import Attention
 
 
 class Projections(NamedTuple):
-    """Weights and biases of the four projections, and the number of heads."""
+    """What an attention layer holds that another mechanism can take over.
+
+    Weights are (out, in) as in `nn.Linear`. `out` is None where the model projects outside of the layer, as
+    BERT does. Dropouts are those of the attention weights and of the projected output.
+    """
 
     num_heads: int
     q: Tensor
     k: Tensor
     v: Tensor
-    out: Tensor
-    q_bias: Tensor | None
-    k_bias: Tensor | None
-    v_bias: Tensor | None
-    out_bias: Tensor | None
+    out: Tensor | None
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    out_bias: Tensor | None = None
+    attn_drop: float = 0.0
+    proj_drop: float = 0.0
+
+    @classmethod
+    def of_linears(
+        cls,
+        num_heads: int,
+        q: nn.Linear,
+        k: nn.Linear,
+        v: nn.Linear,
+        out: nn.Linear | None,
+        *,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+    ) -> Projections:
+        """From four linear layers (three where the model projects outside)."""
+        weight, bias = (None, None) if out is None else (out.weight, out.bias)
+        biases = (q.bias, k.bias, v.bias, bias)
+        return cls(num_heads, q.weight, k.weight, v.weight, weight, *biases, attn_drop, proj_drop)
+
+    @classmethod
+    def of_fused(
+        cls,
+        num_heads: int,
+        qkv: nn.Linear,
+        out: nn.Linear | None,
+        *,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+    ) -> Projections:
+        """From one linear layer that gives queries, keys and values side by side, and the output's."""
+        q, k, v = qkv.weight.chunk(3)
+        q_bias, k_bias, v_bias = (None, None, None) if qkv.bias is None else qkv.bias.chunk(3)
+        weight, bias = (None, None) if out is None else (out.weight, out.bias)
+        return cls(num_heads, q, k, v, weight, q_bias, k_bias, v_bias, bias, attn_drop, proj_drop)
+
+    @property
+    def dim(self) -> int:
+        """Channels of a token."""
+        return self.v.shape[1]
+
+    def check(self, owner: str) -> None:
+        """Refuse projections that no mechanism here can hold."""
+        dim = self.dim
+        square = {"q": self.q, "k": self.k, "v": self.v, "out": self.out}
+        odd = {name: tuple(w.shape) for name, w in square.items() if w is not None and w.shape != (dim, dim)}
+        if odd:
+            raise ValueError(
+                f"{owner} projects {dim} channels by {odd}; only square projections, whose heads make up all "
+                "channels, can be carried over"
+            )
+        if dim % self.num_heads:
+            raise ValueError(f"{owner} has {self.num_heads} heads for {dim} channels")
 
 
 def projections_of(layer: nn.Module) -> Projections:
-    """What `layer` holds: `nn.MultiheadAttention`, or a layer with a fused `qkv`, `proj` and `num_heads`.
+    """What `layer` holds: `nn.MultiheadAttention`, or a layer with fused `qkv` (or `qk` and `v`) and `proj`.
 
-    The second is what timm's attention and our `SoftmaxAttention` look like.
+    The second is what timm's attention and our own mechanisms look like.
     """
     if isinstance(layer, nn.MultiheadAttention):
         return _of_multihead(layer)
-    qkv, proj = getattr(layer, "qkv", None), getattr(layer, "proj", None)
-    heads = getattr(layer, "num_heads", None)
-    if not isinstance(qkv, nn.Linear) or not isinstance(proj, nn.Linear) or not isinstance(heads, int):
-        raise TypeError(
-            f"cannot read the projections of {type(layer).__name__}: it is neither nn.MultiheadAttention nor "
-            "a layer with qkv, proj and num_heads"
-        )
-    if qkv.out_features != 3 * qkv.in_features or proj.out_features != qkv.in_features:
-        raise ValueError(
-            f"{type(layer).__name__} projects {qkv.in_features} to {qkv.out_features} and back to "
-            f"{proj.out_features} channels; heads of another total width than dim cannot be carried over"
-        )
-    read = ("qkv.", "proj.") + (("local.",) if isinstance(layer, Attention) else ())
-    more = [name for name, _ in layer.named_parameters() if not name.startswith(read)]
-    if more:
-        raise ValueError(f"{type(layer).__name__} also holds {', '.join(more)}, which cannot be carried over")
-    q, k, v = qkv.weight.chunk(3)
-    q_bias, k_bias, v_bias = (None, None, None) if qkv.bias is None else qkv.bias.chunk(3)
-    return Projections(heads, q, k, v, proj.weight, q_bias, k_bias, v_bias, proj.bias)
+    heads, proj = getattr(layer, "num_heads", None), getattr(layer, "proj", None)
+    out = proj if isinstance(proj, nn.Linear) else None
+    if not isinstance(heads, int) or not isinstance(proj, (nn.Linear, nn.Identity)):
+        raise _unreadable(layer)
+    dropouts = {"attn_drop": rate_of(layer, "attn_drop"), "proj_drop": rate_of(layer, "proj_drop")}
+    qkv, qk, v = (getattr(layer, name, None) for name in ("qkv", "qk", "v"))
+    if isinstance(qkv, nn.Linear):
+        if qkv.out_features != 3 * qkv.in_features:
+            raise ValueError(
+                f"{type(layer).__name__} projects {qkv.in_features} to {qkv.out_features} channels; heads of "
+                "another total width than dim cannot be carried over"
+            )
+        source = Projections.of_fused(heads, qkv, out, **dropouts)
+    elif isinstance(qk, nn.Linear) and isinstance(v, nn.Linear):
+        source = Projections.of_linears(heads, qk, qk, v, out, **dropouts)
+    else:
+        raise _unreadable(layer)
+    source.check(type(layer).__name__)
+    return source
 
 
-def _of_multihead(layer: nn.MultiheadAttention) -> Projections:
-    if layer.in_proj_weight is None or layer.bias_k is not None or layer.add_zero_attn:
-        raise ValueError(
-            "nn.MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn cannot be carried over"
-        )
-    q, k, v = layer.in_proj_weight.chunk(3)
-    fused, out = layer.in_proj_bias, layer.out_proj
-    q_bias, k_bias, v_bias = (None, None, None) if fused is None else fused.chunk(3)
-    return Projections(layer.num_heads, q, k, v, out.weight, q_bias, k_bias, v_bias, out.bias)
+def unread_parameters(layer: nn.Module, source: Projections, known: tuple[str, ...] = ()) -> list[str]:
+    """Parameters of `layer` that `source` does not hold, but for those under the `known` names."""
+    tensors = (part for part in source if isinstance(part, Tensor))
+    read = {id(tensor if tensor._base is None else tensor._base) for tensor in tensors}
+    return [
+        name
+        for name, parameter in layer.named_parameters()
+        if id(parameter) not in read and not any(name == k or name.startswith(f"{k}.") for k in known)
+    ]
+
+
+def rate_of(layer: nn.Module, name: str) -> float:
+    """A layer's dropout rate, kept as a number or as a module."""
+    value = getattr(layer, name, 0.0)
+    return float(value.p if isinstance(value, nn.Dropout) else value if isinstance(value, float) else 0.0)
 
 
 def carry_over(source: Projections, target: Attention) -> None:
@@ -75,10 +139,30 @@ def carry_over(source: Projections, target: Attention) -> None:
             for part, name in zip(target.qkv.bias.data.chunk(3), names, strict=True):
                 bias = getattr(source, f"{name}_bias")
                 part.zero_() if bias is None else part.copy_(bias)
-    _copy(target.proj, source.out, source.out_bias)
+    if source.out is not None and isinstance(target.proj, nn.Linear):
+        _copy(target.proj, source.out, source.out_bias)
 
 
 def _copy(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
     linear.weight.data.copy_(weight)
     if linear.bias is not None:
         linear.bias.data.zero_() if bias is None else linear.bias.data.copy_(bias)
+
+
+def _of_multihead(layer: nn.MultiheadAttention) -> Projections:
+    if layer.in_proj_weight is None or layer.bias_k is not None or layer.add_zero_attn:
+        raise ValueError(
+            "nn.MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn cannot be carried over"
+        )
+    q, k, v = layer.in_proj_weight.chunk(3)
+    fused, out = layer.in_proj_bias, layer.out_proj
+    q_bias, k_bias, v_bias = (None, None, None) if fused is None else fused.chunk(3)
+    biases = (q_bias, k_bias, v_bias, out.bias)
+    return Projections(layer.num_heads, q, k, v, out.weight, *biases, attn_drop=float(layer.dropout))
+
+
+def _unreadable(layer: nn.Module) -> TypeError:
+    return TypeError(
+        f"cannot read the projections of {type(layer).__name__}: it is neither nn.MultiheadAttention nor "
+        "a layer with qkv (or qk and v), proj and num_heads"
+    )

@@ -117,7 +117,7 @@ def fit_hashers(
             _bar(model, options, progress and first_rank) as tick,
             fitting(model, seed=seed, options=options, group=group, tick=tick) as done,
         ):
-            (forward or _run)(model, _move(batch, anything.device))
+            (forward or run)(model, move(batch, anything.device))
     finally:
         for module, mode in training.items():
             module.training = mode
@@ -168,7 +168,8 @@ def _arguments(tokens: Tensor, key_padding_mask: Tensor | None = None) -> tuple[
     return tokens, key_padding_mask
 
 
-def _run(model: nn.Module, batch: Any) -> Any:
+def run(model: nn.Module, batch: Any) -> Any:
+    """A batch as loaders yield it through a model: `model(inputs)` or `model(**mapping)`."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(batch[0] if isinstance(batch, Sequence) else batch)
@@ -216,12 +217,13 @@ def _join(parts: list[Any], samples: int) -> Any:
     return first
 
 
-def _move(batch: Any, device: torch.device) -> Any:
+def move(batch: Any, device: torch.device) -> Any:
+    """The tensors of a batch on `device`."""
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):
-        return {key: _move(value, device) for key, value in batch.items()}
-    return [_move(value, device) for value in batch] if isinstance(batch, list) else batch
+        return {key: move(value, device) for key, value in batch.items()}
+    return [move(value, device) for value in batch] if isinstance(batch, list) else batch
 
 
 @contextlib.contextmanager

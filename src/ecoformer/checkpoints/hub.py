@@ -1,0 +1,64 @@
+"""Our models on the Hugging Face Hub: `from_pretrained`, `save_pretrained` and `push_to_hub`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelHubMixin, constants, hf_hub_download
+from torch import nn
+from typing_extensions import Self
+
+from ecoformer.checkpoints.files import load, save
+
+FILE = constants.SAFETENSORS_SINGLE_FILE
+
+
+class HubMixin(
+    ModelHubMixin,
+    library_name="ecoformer",
+    tags=["ecoformer", "linear-attention"],
+    license="apache-2.0",
+    paper_url="https://arxiv.org/abs/2209.09004",
+):
+    """Adds `from_pretrained`, `save_pretrained` and `push_to_hub`; what travels is what `save` writes."""
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        if not isinstance(self, nn.Module):
+            raise TypeError(f"{type(self).__name__} is no module")
+        save(self, save_directory / FILE)
+
+    @classmethod
+    def _from_pretrained(
+        cls,
+        *,
+        model_id: str,
+        revision: str | None,
+        cache_dir: str | Path | None,
+        force_download: bool,
+        local_files_only: bool,
+        token: str | bool | None,
+        map_location: str = "cpu",
+        **model_kwargs: Any,
+    ) -> Self:
+        folder = Path(model_id)
+        if folder.is_dir():
+            path = folder / FILE
+        else:
+            path = Path(
+                hf_hub_download(
+                    repo_id=model_id,
+                    filename=FILE,
+                    revision=revision,
+                    cache_dir=cache_dir,
+                    force_download=force_download,
+                    token=token,
+                    local_files_only=local_files_only,
+                )
+            )
+        model = load(path, device=map_location)
+        if not isinstance(model, cls):
+            raise TypeError(
+                f"{path} holds a {type(model).__name__}, not a {cls.__name__}: use ecoformer.load(path)"
+            )
+        return model

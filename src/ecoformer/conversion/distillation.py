@@ -1,0 +1,292 @@
+"""Distillation: a converted model learns to answer as the softmax original did."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ecoformer.arguments import shape
+from ecoformer.attention import Attention
+from ecoformer.conversion.rules import Adapter
+from ecoformer.hashing import fit_hashers, hashers_of
+from ecoformer.hashing.fitting import Forward, move, run
+
+Loss = Literal["mse", "kl", "cosine"] | Callable[[Tensor, Tensor], Tensor]
+Output = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """How a distillation went: one loss a step, of the outputs and, if asked for, of the layers."""
+
+    outputs: tuple[float, ...]
+    layers: tuple[float, ...]
+
+    @property
+    def steps(self) -> int:
+        """How many steps were made."""
+        return len(self.outputs)
+
+    def __str__(self) -> str:
+        tail = max(1, self.steps // 10)
+
+        def course(losses: tuple[float, ...]) -> str:
+            return f"{sum(losses[:tail]) / tail:.4g} -> {sum(losses[-tail:]) / tail:.4g}"
+
+        layers = f", layers {course(self.layers)}" if self.layers else ""
+        return (
+            f"{self.steps} steps (mean of the first and last {tail}): outputs {course(self.outputs)}{layers}"
+        )
+
+
+def distill(
+    student: nn.Module,
+    teacher: nn.Module,
+    batches: Iterable[Any],
+    *,
+    steps: int = 1000,
+    lr: float = 1e-4,
+    weight_decay: float = 0.0,
+    warmup: float = 0.1,
+    clip: float = 1.0,
+    loss: Loss = "mse",
+    layers: float = 0.0,
+    refit_every: int = 0,
+    output: Output | None = None,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> Distillation:
+    """Train `student` in place to give the outputs of `teacher`; no labels are needed.
+
+    AdamW with linear warm-up and cosine decay. Both models run in eval mode, without dropout, as the paper
+    fine-tunes; modes are restored. A loss that is not finite stops the training with the weights of the step
+    before.
+
+    Args:
+        student: a converted model with fitted hashers.
+        teacher: the original: `teacher = copy.deepcopy(model)` before `convert(model, ...)`.
+        batches: tensors, (inputs, ...) tuples or keyword mappings, such as a data loader yields; read again
+            from the start until all steps are made.
+        steps: how many batches to learn from.
+        lr: highest learning rate.
+        weight_decay: AdamW's.
+        warmup: share of the steps in which the learning rate rises.
+        clip: largest norm of the gradient; 0 for no limit.
+        loss: of the outputs: "mse" relative to the teacher's mean square, "kl" for logits, "cosine" for
+            embeddings, or a function of the student's and the teacher's output.
+        layers: weight of a second loss: the attention outputs, layer by layer, of the converted layers.
+        refit_every: fit the hash functions again after so many steps, because the tokens move; 0 for never.
+        output: `output(result, batch)` picks the tensor to compare, if not the result itself, its logits or
+            its last hidden state (of tokens that are no padding).
+        forward: how to run a batch, `forward(model, batch)`, if not `model(inputs)` or `model(**mapping)`.
+        progress: show a progress bar on a terminal.
+    """
+    pairs = _check(student, teacher, steps, layers)
+    parameters = [p for p in student.parameters() if p.requires_grad]
+    optimiser = torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, steps, warmup))
+    device = parameters[0].device
+    course = _Course(student, teacher, pairs, _loss(loss), output or _pick, forward or run)
+    outputs: list[float] = []
+    of_layers: list[float] = []
+    with _eval_mode(student, teacher), _bar(steps, progress) as advance:
+        for step, batch in enumerate(_endless(batches, steps)):
+            if refit_every and step and step % refit_every == 0 and hashers_of(student):
+                fit_hashers(student, [batch], seed=step, forward=forward, progress=False)
+            main, local = course.losses(move(batch, device))
+            total = main + layers * local
+            if not bool(total.isfinite()):
+                raise FloatingPointError(
+                    f"the loss is {float(total)} at step {step}; the weights are those of the step before: "
+                    f"lower lr={lr}"
+                )
+            optimiser.zero_grad()
+            torch.autograd.backward(total)
+            if clip:
+                nn.utils.clip_grad_norm_(parameters, clip)
+            optimiser.step()
+            schedule.step()
+            outputs.append(float(main.detach()))
+            if pairs:
+                of_layers.append(float(local.detach()))
+            advance(outputs[-1])
+    student.zero_grad()
+    return Distillation(tuple(outputs), tuple(of_layers))
+
+
+@dataclass(frozen=True)
+class _Course:
+    """Both models, run on a batch and compared."""
+
+    student: nn.Module
+    teacher: nn.Module
+    pairs: dict[str, tuple[nn.Module, nn.Module]]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    output: Output
+    forward: Forward
+
+    def losses(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Of the outputs, and the mean over the layers."""
+        with torch.no_grad(), _listening({n: pair[1] for n, pair in self.pairs.items()}) as teacher_heard:
+            target = self.output(self.forward(self.teacher, batch), batch)
+        with _listening({n: pair[0] for n, pair in self.pairs.items()}) as student_heard:
+            answer = self.output(self.forward(self.student, batch), batch)
+        if answer.shape != target.shape:
+            raise ValueError(f"student and teacher must agree: {shape(answer)} against {shape(target)}")
+        seen = _seen(batch)
+        terms = [
+            relative_mse(_of_seen(student_heard[name], seen), _of_seen(teacher_heard[name], seen))
+            for name in self.pairs
+        ]
+        return self.loss(answer, target), torch.stack(terms).mean() if terms else answer.new_zeros(())
+
+
+def relative_mse(x: Tensor, target: Tensor) -> Tensor:
+    """Mean square error as a share of the target's mean square."""
+    return F.mse_loss(x, target) / target.square().mean().clamp_min(1e-12)
+
+
+def _kl(x: Tensor, target: Tensor) -> Tensor:
+    logs = (F.log_softmax(x, dim=-1), F.log_softmax(target, dim=-1))
+    return F.kl_div(*logs, reduction="none", log_target=True).sum(dim=-1).mean()
+
+
+def _cosine(x: Tensor, target: Tensor) -> Tensor:
+    return 1 - F.cosine_similarity(x, target, dim=-1).mean()
+
+
+def _loss(loss: Loss) -> Callable[[Tensor, Tensor], Tensor]:
+    if callable(loss):
+        return loss
+    known: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mse": relative_mse, "kl": _kl, "cosine": _cosine}
+    if loss not in known:
+        raise ValueError(f"loss must be one of {', '.join(known)} or a function, got {loss!r}")
+    return known[loss]
+
+
+def _check(
+    student: nn.Module, teacher: nn.Module, steps: int, layers: float
+) -> dict[str, tuple[nn.Module, nn.Module]]:
+    """Pairs of layers to compare, by name."""
+    shared = {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}
+    if student is teacher or shared:
+        raise ValueError(
+            "student and teacher share weights, because convert works in place: keep "
+            "teacher = copy.deepcopy(model) before converting"
+        )
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    if not layers:
+        return {}
+    converted = [name for name, module in student.named_modules() if isinstance(module, (Adapter, Attention))]
+    outermost = [n for n in converted if not any(n.startswith(f"{other}.") for other in converted)]
+    modules = dict(teacher.named_modules())
+    missing = [name for name in outermost if name not in modules]
+    if missing or not outermost:
+        what = f"the teacher has no layer {missing[0]!r}" if missing else "the student has no converted layer"
+        raise ValueError(f"layers={layers} compares layers of the same name, but {what}: pass layers=0")
+    return {name: (student.get_submodule(name), modules[name]) for name in outermost}
+
+
+def _rate(step: int, steps: int, warmup: float) -> float:
+    rising = warmup * steps
+    if step < rising:
+        return (step + 1) / (rising + 1)
+    return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1.0, steps - rising)))
+
+
+def _endless(batches: Iterable[Any], steps: int) -> Iterator[Any]:
+    """Batches from the start again and again, until there were enough."""
+    done = 0
+    while done < steps:
+        before = done
+        for batch in batches:
+            if done == steps:
+                return
+            done += 1
+            yield batch
+        if done == before:
+            if not done:
+                raise ValueError("batches is empty: there is nothing to learn from")
+            warnings.warn(
+                f"batches can be read only once and gave out after {done} of {steps} steps: pass a list or a "
+                "data loader",
+                stacklevel=3,
+            )
+            return
+
+
+def _pick(result: Any, batch: Any) -> Tensor:
+    """The tensor to compare in whatever a model returns."""
+    if isinstance(result, Tensor):
+        return result
+    if isinstance(result, Mapping):
+        for name in ("logits", "last_hidden_state"):
+            if isinstance(result.get(name), Tensor):
+                return _of_seen(result[name], _seen(batch)) if name == "last_hidden_state" else result[name]
+    if isinstance(result, (tuple, list)) and result and isinstance(result[0], Tensor):
+        return result[0]
+    raise TypeError(f"cannot tell what to compare in a {type(result).__name__}: pass output=")
+
+
+def _seen(batch: Any) -> Tensor | None:
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
+def _of_seen(x: Tensor, seen: Tensor | None) -> Tensor:
+    """Tokens that are no padding, one after another."""
+    return x if seen is None or x.shape[:2] != seen.shape else x[seen]
+
+
+@contextlib.contextmanager
+def _listening(layers: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+    """What the layers return while the context is open."""
+    heard: dict[str, Tensor] = {}
+
+    def make_hook(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            heard[name] = out[0] if isinstance(out, tuple) else out
+
+        return hook
+
+    hooks = [layer.register_forward_hook(make_hook(name)) for name, layer in layers.items()]
+    try:
+        yield heard
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def _eval_mode(*models: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for model in models for module in model.modules()}
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextlib.contextmanager
+def _bar(steps: int, show: bool) -> Iterator[Callable[[float], None]]:
+    if not show:
+        yield lambda loss: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("distilling", total=steps)
+        yield lambda loss: progress.update(task, advance=1, description=f"distilling, loss {loss:.4g}")

@@ -1,0 +1,143 @@
+"""Finding the attention layers of a model, and choosing among them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ecoformer.attention import Attention
+from ecoformer.attention.weights import Projections, projections_of, unread_parameters
+from ecoformer.conversion.rules import Adapter, Rule, rule_for
+
+Selection = str | Iterable[str] | Callable[[str, nn.Module], bool] | None
+
+_ATTENTION_NAME = re.compile(r"(Attention|Attn)")
+_POSITION_BIAS = re.compile(r"relative_position|rel_pos|relative_attention|attention_biases|bias_table|rpb")
+
+
+@dataclass(frozen=True)
+class Found:
+    """An attention layer of a model: `source` is what can be carried over, `refusal` why nothing can be."""
+
+    name: str
+    layer: nn.Module
+    rule: Rule | None = None
+    source: Projections | None = None
+    refusal: str | None = None
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is one of our mechanisms already."""
+        return isinstance(self.layer, (Attention, Adapter))
+
+    @property
+    def kind(self) -> str:
+        """The mechanism's name, or the class of a layer that is not ours."""
+        layer = self.layer.attention if isinstance(self.layer, Adapter) else self.layer
+        return layer.name if isinstance(layer, Attention) else type(layer).__name__
+
+    @property
+    def left_behind(self) -> list[str]:
+        """Submodules whose weights no other mechanism has a place for."""
+        if self.source is None:
+            return []
+        layer = self.layer.attention if isinstance(self.layer, Adapter) else self.layer
+        names = [name for name in unread_parameters(layer, self.source) if not name.startswith("local")]
+        return list(dict.fromkeys(name.split(".")[0] for name in names))
+
+
+def find_layers(model: nn.Module) -> list[Found]:
+    """All attention layers of `model`, in its order: convertible ones, refused ones, and those unknown."""
+    found: list[Found] = []
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if inside and name.startswith(inside):
+            continue
+        layer = _examine(name, module)
+        if layer is not None:
+            found.append(layer)
+            if layer.source is not None or layer.rule is not None:
+                inside = (f"{name}.",) if name else ("",)
+    known = [layer for layer in found if layer.source is not None or layer.rule is not None]
+    return [f for f in found if f in known or not _holds(f, found)]
+
+
+def _holds(outer: Found, all_found: list[Found]) -> bool:
+    """A wrapper whose name merely sounds like attention: what matters is inside."""
+    return any(
+        f is not outer and f.name.startswith(f"{outer.name}." if outer.name else "") for f in all_found
+    )
+
+
+def _examine(name: str, module: nn.Module) -> Found | None:
+    if isinstance(module, Adapter):
+        return Found(name, module, source=projections_of(module.attention))
+    if isinstance(module, Attention):
+        return Found(name, module, source=projections_of(module))
+    rule = rule_for(module)
+    if rule is not None:
+        return _by_rule(name, module, rule)
+    if _ATTENTION_NAME.search(type(module).__name__) and any(True for _ in module.parameters()):
+        return Found(name, module, refusal=_why_unknown(module))
+    return None
+
+
+def _by_rule(name: str, layer: nn.Module, rule: Rule) -> Found:
+    refusal = rule.refuse(layer)
+    if refusal is None:
+        try:
+            source = rule.projections(layer)
+            source.check(type(layer).__name__)
+        except (ValueError, TypeError) as error:
+            refusal = str(error)
+        else:
+            more = unread_parameters(layer, source, rule.drops)
+            if not more:
+                return Found(name, layer, rule, source)
+            refusal = f"it also holds {', '.join(more)}, which cannot be carried over"
+    return Found(name, layer, rule, refusal=refusal)
+
+
+def _why_unknown(layer: nn.Module) -> str:
+    names = [name for name, _ in layer.named_parameters()] + [name for name, _ in layer.named_buffers()]
+    biases = [name for name in names if _POSITION_BIAS.search(name)]
+    if biases:
+        return f"it adds a relative position bias ({biases[0]}) to scores, and codes have no scores to add to"
+    return "no rule is known for its class: see ecoformer.register_conversion"
+
+
+def choose(found: list[Found], layers: Selection) -> dict[str, str | None]:
+    """Why each layer is left as it is, or None where it is to be converted.
+
+    By default the last stage of a pyramid stays as it is, as in the paper, and so does what is unknown.
+    """
+    if layers is None:
+        return {f.name: _left_by_default(f, found) for f in found}
+    if callable(layers):
+        return {f.name: None if layers(f.name, f.layer) else "not chosen" for f in found}
+    patterns = [layers] if isinstance(layers, str) else list(layers)
+    patterns = ["*" if pattern == "all" else pattern for pattern in patterns]
+    for pattern in patterns:
+        if not any(fnmatchcase(f.name, pattern) for f in found):
+            raise ValueError(
+                f"layers={pattern!r} matches no attention layer; there are {', '.join(_names(found))}"
+            )
+    return {f.name: None if any(fnmatchcase(f.name, p) for p in patterns) else "not chosen" for f in found}
+
+
+def _left_by_default(layer: Found, found: list[Found]) -> str | None:
+    if layer.source is None:
+        return None if layer.rule is not None else layer.refusal
+    widths = [f.source.dim for f in found if f.source is not None]
+    if len(set(widths)) > 1 and layer.source.dim == widths[-1]:
+        return f"last stage ({widths[-1]} channels)"
+    return None
+
+
+def _names(found: list[Found]) -> list[str]:
+    names = [f.name or "the model itself" for f in found]
+    return [*names[:3], f"... ({len(names)} in all)"] if len(names) > 4 else names or ["none"]

@@ -1,0 +1,66 @@
+"""Attention masks of other libraries as key padding masks, the only ones that linear attention can apply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ecoformer.arguments import shape
+
+
+def key_padding(mask: Any, x: Tensor) -> Tensor | None:
+    """A mask of `scaled_dot_product_attention` over tokens `x` (B, N, C) as (B, N), True where padding.
+
+    `mask` is None, (B, N) with true or 1 where a token counts, or broadcasts to (B, heads, N, N): boolean,
+    true where a key is seen, or added to the scores (0, or a number too low to matter). Every query must see
+    the same keys.
+    """
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor, got {type(mask).__name__}")
+    batch, n = x.shape[:2]
+    if mask.ndim == 2 and mask.shape == (batch, n) and not mask.is_floating_point():
+        return ~mask.bool()
+    if mask.ndim != 4 or mask.shape[-1] != n or mask.shape[0] not in (1, batch):
+        raise ValueError(
+            f"attention_mask must be (B, N) = {(batch, n)} or (B, 1, 1 or N, N), got {shape(mask)}: linear "
+            "attention knows padding of keys and causal order only"
+        )
+    row = mask[:, 0, 0]
+    if not _same_for_all(mask, row):
+        raise ValueError(
+            f"attention_mask {shape(mask)} differs between queries or heads: linear attention knows padding "
+            "of keys only"
+        )
+    return (_unseen(row)).expand(batch, n)
+
+
+def _same_for_all(mask: Tensor, row: Tensor) -> bool:
+    # Sizes and strides of one say so without looking; a compiled graph cannot look.
+    spread = [d for d in (1, 2) if mask.shape[d] > 1 and mask.stride(d) != 0]
+    if not spread or torch.compiler.is_compiling():
+        return True
+    return bool((mask == row[:, None, None]).all())
+
+
+def _unseen(row: Tensor) -> Tensor:
+    if not row.is_floating_point():
+        return ~row.bool()
+    low = row <= torch.finfo(row.dtype).min / 2
+    if row.dtype == torch.float32 or row.dtype == torch.float64:
+        low = row <= -1e4  # what older code writes for minus infinity
+    if not torch.compiler.is_compiling() and not bool((low | (row == 0)).all()):
+        raise ValueError(
+            f"attention_mask {shape(row)} adds numbers to the scores, but codes have none to add to: pass a "
+            "mask of 0 and minus infinity"
+        )
+    return low
+
+
+def is_causal_mask(mask: Tensor, n: int) -> bool:
+    """Whether an (N, N) mask of `nn.MultiheadAttention` (true, minus infinity: hidden) is causal."""
+    hidden = mask if mask.dtype == torch.bool else mask == -torch.inf
+    return mask.shape == (n, n) and torch.equal(hidden, torch.ones_like(hidden).triu(1))

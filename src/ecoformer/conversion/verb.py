@@ -1,0 +1,222 @@
+"""`convert`: one verb that gives a model's attention layers another mechanism, in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ecoformer.attention import Attention, HashedAttention, attention_class
+from ecoformer.conversion.layers import Found, Selection, choose, find_layers
+from ecoformer.conversion.report import Conversion, Left, Replaced
+from ecoformer.conversion.rules import Adapter, Image
+from ecoformer.hashing.fitting import move
+
+RECORD = "ecoformer_conversions"
+"""Attribute of a converted model: what was done to it, so that a checkpoint can do it again."""
+
+
+def convert(
+    model: nn.Module,
+    mechanism: str,
+    *,
+    layers: Selection = None,
+    example: Any = None,
+    **config: Any,
+) -> Conversion:
+    """Give attention layers of `model` another mechanism, in place, and say what was done.
+
+    Weights are carried over: separate or fused q, k and v; a spatial reduction is left behind; where the
+    mechanism shares queries and keys, the queries' weights serve both. Device, dtype and mode are kept.
+    Either every chosen layer is converted or, with an error that says why, none.
+
+    Known are the attention of timm's PVTv2, Twins, ViT and DeiT, of Hugging Face's BERT- and ViT-like
+    encoders, `nn.MultiheadAttention` as self-attention, and our own, so that spatial reduction can become
+    softmax and softmax hashed attention. `register_conversion` teaches others.
+
+    Args:
+        model: any module.
+        mechanism: one of `list_attentions()`.
+        layers: which layers: None for all but the last stage of a pyramid (all, where every layer has the
+            same width), "all", a pattern such as "stages.2.*" or several, or a function of name and layer.
+        example: an input of the model, for mechanisms that are sized by the number of tokens (linformer):
+            each layer gets the number that it sees. Not needed where `seq_len` is given, nor for timm models,
+            whose input size is known.
+        config: the mechanism's arguments. `local=` adds a depth-wise convolution of the values, which
+            hashed attention needs in models that have no convolutions; `seed` is raised by one a layer.
+    """
+    cls = attention_class(mechanism)
+    found = find_layers(model)
+    why_left = choose(found, layers)
+    chosen = [f for f in found if why_left[f.name] is None]
+    _refuse(model, found, chosen)
+    settings = _settings(model, cls, chosen, example, config)
+    images = [_image(model, f, config.get("local", 0)) for f in chosen]
+    # All are built before any is put in place, so that an error leaves the model as it was.
+    new = [_build(cls, f, s) for f, s in zip(chosen, settings, strict=True)]
+    report = Conversion(
+        type(model).__name__,
+        mechanism,
+        dict(config),
+        tuple(_replaced(f) for f in chosen),
+        tuple(Left(f.name, f.kind, why or "") for f in found if (why := why_left[f.name]) is not None),
+        tuple(_notes(model, cls, chosen, config)),
+    )
+    for f, attention, image in zip(chosen, new, images, strict=True):
+        _put(model, f, attention, image)
+    record = {"mechanism": mechanism, "layers": {f.name: s for f, s in zip(chosen, settings, strict=True)}}
+    setattr(model, RECORD, [*getattr(model, RECORD, []), record])
+    return report
+
+
+def _refuse(model: nn.Module, found: list[Found], chosen: list[Found]) -> None:
+    """Stop before anything is touched if a chosen layer cannot be converted, or none was chosen."""
+    bad = [f for f in chosen if f.source is None]
+    if not chosen:
+        bad = [f for f in found if f.source is None]
+        if not bad and found:
+            raise ValueError(f"no attention layer of {type(model).__name__} was chosen: see layers=")
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no attention layer that is known here: teach its class with "
+            "ecoformer.register_conversion"
+        )
+    if any(not f.name for f in chosen):
+        raise ValueError("the model is itself an attention layer: use create_attention or from_softmax")
+    if bad:
+        more = f" (and {len(bad) - 1} more layers)" if len(bad) > 1 else ""
+        remedy = "; choose others with layers=" if any(f.source is not None for f in found) else ""
+        raise ValueError(
+            f"{bad[0].name or type(model).__name__} ({bad[0].kind}) cannot be converted{more}: "
+            f"{bad[0].refusal}{remedy}"
+        )
+
+
+def _settings(
+    model: nn.Module, cls: type[Attention], chosen: list[Found], example: Any, config: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The mechanism's arguments for each layer."""
+    settings = [dict(config) for _ in chosen]
+    if config.get("seed") is not None:
+        for index, layer in enumerate(settings):
+            layer["seed"] = config["seed"] + index
+    if cls.sized_by_tokens and "seq_len" not in config:
+        tokens = _count_tokens(model, [f.layer for f in chosen], _example(model, cls, example))
+        for f, layer in zip(chosen, settings, strict=True):
+            if f.layer not in tokens:
+                raise ValueError(f"the example never reached {f.name}: pass seq_len= instead")
+            layer["seq_len"] = tokens[f.layer]
+    return settings
+
+
+def _example(model: nn.Module, cls: type[Attention], example: Any) -> Any:
+    if example is not None:
+        return example
+    size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
+    if size is None:
+        raise ValueError(
+            f"{cls.name} is sized by the number of tokens: pass seq_len=, or example= an input of the model"
+        )
+    channels = getattr(model, "in_chans", size[0])
+    return torch.zeros(1, channels, *size[1:])
+
+
+@torch.no_grad()
+def _count_tokens(model: nn.Module, layers: list[nn.Module], example: Any) -> dict[nn.Module, int]:
+    """How many tokens each layer sees when the model runs on `example`; only shapes are computed."""
+    tokens: dict[nn.Module, int] = {}
+
+    def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+        tokens[layer] = x.shape[0 if getattr(layer, "batch_first", True) is False else 1]
+
+    hooks = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in layers]
+    state = {name: t.to("meta") for name, t in (*model.named_parameters(), *model.named_buffers())}
+    meta = torch.device("meta")
+    args: tuple[Any, ...] = () if isinstance(example, dict) else (move(example, meta),)
+    kwargs = move(example, meta) if isinstance(example, dict) else {}
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        torch.func.functional_call(model, state, args, kwargs)
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+        for handle in hooks:
+            handle.remove()
+    return tokens
+
+
+def _image(model: nn.Module, found: Found, local: int | tuple[int, int]) -> Image | None:
+    """What the layer must be told of the image for a two-dimensional local branch."""
+    if isinstance(local, int) or found.rule is None or found.rule.passes_grid:
+        return found.layer.image if isinstance(found.layer, Adapter) else None
+    image = found.rule.image(model)
+    if image is None:
+        raise ValueError(
+            f"local={local} needs the image's height and width, which {found.name} is not told and "
+            f"{type(model).__name__} does not fix: use local=k over the sequence"
+        )
+    return image
+
+
+def _build(cls: type[Attention], found: Found, settings: dict[str, Any]) -> Attention:
+    try:
+        if found.rule is None:
+            layer = found.layer.attention if isinstance(found.layer, Adapter) else found.layer
+            return cls.from_softmax(layer, **settings)
+        if found.source is None:
+            raise TypeError("a layer without projections was chosen")
+        return cls.from_projections(found.source, **settings).train(found.layer.training)
+    except TypeError as error:
+        raise TypeError(f"{cls.name}: {error} (see help(ecoformer.attention.{cls.__name__}))") from error
+
+
+def _put(model: nn.Module, found: Found, attention: Attention, image: Image | None) -> None:
+    if isinstance(found.layer, Adapter):
+        found.layer.attention = attention
+        return
+    place: nn.Module = attention
+    if found.rule is not None:
+        place = Adapter(attention, found.rule.call, image, found.rule.bind(found.layer))
+        place.train(found.layer.training)
+    for owner in list(model.modules()):
+        if isinstance(owner, nn.TransformerEncoder):
+            owner.use_nested_tensor = False  # its short cut reads the weights of nn.MultiheadAttention
+        # A layer may be shared by several places; all of them get the new one.
+        for name, child in list(owner.named_children()):
+            if child is found.layer:
+                setattr(owner, name, place)
+
+
+def _replaced(found: Found) -> Replaced:
+    if found.source is None:
+        raise TypeError("a layer without projections was chosen")
+    return Replaced(
+        found.name, found.kind, found.source.dim, found.source.num_heads, tuple(found.left_behind)
+    )
+
+
+def _notes(model: nn.Module, cls: type[Attention], chosen: list[Found], config: dict[str, Any]) -> list[str]:
+    notes = []
+    if any("sr" in f.left_behind for f in chosen):
+        notes.append(
+            "spatial reductions are left behind: every token is a key now, so the model needs fine-tuning"
+        )
+    if issubclass(cls, HashedAttention):
+        if not config.get("local") and not _has_convolutions(model):
+            notes.append(
+                "the model mixes neighbours by no convolution, and hashed attention cannot single them out: "
+                "consider local=7 (text) or local=(3, 3) (images), and distill"
+            )
+        notes.append("hash functions that learn are not fitted yet: ecoformer.fit_hashers(model, batches)")
+    return notes
+
+
+def _has_convolutions(model: nn.Module) -> bool:
+    """Whether any convolution looks at neighbours; one that cuts an image into patches does not."""
+    convolutions = (m for m in model.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d)))
+    return any(
+        kernel > stride for m in convolutions for kernel, stride in zip(m.kernel_size, m.stride, strict=True)
+    )

@@ -1,0 +1,1 @@
+"""Models: one file a family, each with its presets."""

@@ -1,0 +1,72 @@
+"""PVTv2-B0 to B5 with any mechanism in the first three stages, registered with timm.
+
+`ecoformer_pvt_v2_b0` is timm's `pvt_v2_b0`, converted. Both have the same names in their state dicts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.models import pvt_v2 as original
+from torch import nn
+
+from ecoformer.checkpoints.hub import HubMixin
+from ecoformer.conversion.layers import Selection
+from ecoformer.models.vision import (
+    carry_pretrained,
+    default_cfgs_of,
+    pair,
+    register_variants,
+    set_attention,
+)
+
+
+class EcoPyramidVisionTransformerV2(HubMixin, original.PyramidVisionTransformerV2):
+    """timm's `PyramidVisionTransformerV2` with another mechanism in the place of spatial reduction.
+
+    Args:
+        attention: one of `ecoformer.list_attentions()`; "softmax" is the paper's MSA baseline.
+        attention_config: the mechanism's arguments, such as {"bits": 16, "local": (3, 3)}.
+        attention_layers: as `layers` of `ecoformer.convert`; by default all but the last stage.
+        img_size: largest input, needed by mechanisms that are sized by the number of tokens (linformer);
+            others take any resolution.
+        kwargs: those of timm's class.
+    """
+
+    def __init__(
+        self,
+        attention: str = "eco",
+        attention_config: dict[str, Any] | None = None,
+        attention_layers: Selection = None,
+        img_size: int | tuple[int, int] = 224,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        set_attention(self, attention, attention_config, attention_layers, (self.in_chans, *pair(img_size)))
+
+
+def _carry(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    renamed = original.checkpoint_filter_fn(state_dict, model)  # type: ignore[no-untyped-call]
+    return carry_pretrained(renamed, model)
+
+
+_SIZES: dict[str, dict[str, Any]] = {
+    "pvt_v2_b0": {"depths": (2, 2, 2, 2), "embed_dims": (32, 64, 160, 256)},
+    "pvt_v2_b1": {"depths": (2, 2, 2, 2)},
+    "pvt_v2_b2": {"depths": (3, 4, 6, 3)},
+    "pvt_v2_b3": {"depths": (3, 4, 18, 3)},
+    "pvt_v2_b4": {"depths": (3, 8, 27, 3)},
+    "pvt_v2_b5": {"depths": (3, 6, 40, 3), "mlp_ratios": (4, 4, 4, 4)},
+}
+for _sizes in _SIZES.values():
+    _sizes.setdefault("embed_dims", (64, 128, 320, 512))
+    _sizes["num_heads"] = (1, 2, 5, 8)
+
+default_cfgs = default_cfgs_of(original, _SIZES)
+register_variants(
+    __name__,
+    EcoPyramidVisionTransformerV2,
+    _SIZES,
+    _carry,
+    {"flatten_sequential": True, "out_indices": (0, 1, 2, 3)},
+)

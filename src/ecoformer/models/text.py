@@ -1,0 +1,397 @@
+"""Text encoders of the Long Range Arena: bytes in, classes out, for one text or for a pair of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ecoformer.arguments import shape
+from ecoformer.attention import Attention, attention_class, create_attention
+
+PAD = 0
+"""Token id of padding."""
+
+_LRA: dict[str, Any] = {
+    "vocabulary": 512,
+    "length": 4096,
+    "dim": 64,
+    "depth": 2,
+    "num_heads": 2,
+    "hidden": 128,
+    "classes": 2,
+    "dropout": 0.1,
+    "attn_drop": 0.1,
+}
+
+
+def byte_tokens(
+    texts: Sequence[str | bytes],
+    length: int,
+    *,
+    cut: int | None = None,
+    pad_to: Literal["length", "longest"] = "length",
+) -> Tensor:
+    """Texts as token ids (B, length): byte b is b + 1, `PAD` fills up the end.
+
+    The Long Range Arena's own preparation is `byte_tokens(texts, 4096, cut=4000)`.
+
+    Args:
+        texts: strings, taken as UTF-8, or bytes.
+        length: tokens of a row.
+        cut: bytes of a text that are kept, at most `length`, which is also the default.
+        pad_to: "longest" makes rows only as long as the longest text needs, but at least one token.
+    """
+    if isinstance(texts, (str, bytes)):
+        raise TypeError(
+            f"texts must be a sequence of texts, got one {type(texts).__name__}: put it in a list"
+        )
+    if length < 1:
+        raise ValueError(f"length must be at least 1, got {length}")
+    kept = length if cut is None else cut
+    if not 1 <= kept <= length:
+        raise ValueError(f"cut must be from 1 to length={length}, got {cut}")
+    if pad_to not in ("length", "longest"):
+        raise ValueError(f'pad_to must be "length" or "longest", got {pad_to!r}')
+    rows = [_first_bytes(text, kept) for text in texts]
+    width = length if pad_to == "length" else max([1, *map(len, rows)])
+    if not rows:
+        return torch.zeros(0, width, dtype=torch.int64)
+    raw = bytearray().join(row.ljust(width, b"\0") for row in rows)
+    values = torch.frombuffer(raw, dtype=torch.uint8).view(len(rows), width).long()
+    ends = torch.tensor([len(row) for row in rows]).unsqueeze(1)
+    return (values + 1).masked_fill(torch.arange(width) >= ends, PAD)
+
+
+def _first_bytes(text: str | bytes, count: int) -> bytes:
+    if isinstance(text, str):
+        text = text[:count].encode()  # no character has less than one byte
+    elif not isinstance(text, bytes):
+        raise TypeError(f"texts must hold str or bytes, got {type(text).__name__}")
+    return text[:count]
+
+
+class Block(nn.Module):
+    """A pre-LN layer: x + attention(norm(x)), then x + feed-forward(norm(x))."""
+
+    def __init__(self, attn: Attention, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(attn.dim)
+        self.attn = attn
+        self.norm2 = nn.LayerNorm(attn.dim)
+        self.mlp = nn.Sequential(
+            _linear(attn.dim, hidden),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            _linear(hidden, attn.dim),
+            nn.Dropout(dropout),
+        )
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor) -> Tensor:
+        """Tokens (B, N, dim) to tokens (B, N, dim); the mask (B, N) is True for padding."""
+        x = x + self.attn(self.norm1(x), key_padding_mask=key_padding_mask)
+        result: Tensor = x + self.mlp(self.norm2(x))
+        return result
+
+
+class TextEncoder(nn.Module):
+    """Encoder of one text: token ids (B, N) to logits (B, classes), by any registered mechanism.
+
+    Embeddings with learned positions, `depth` pre-LN layers, a final LayerNorm, the mean over the tokens of
+    the text, and a head of two linear layers with a ReLU between them.
+
+    Padding enters neither attention nor the mean, and gets no gradient. How far a text is padded changes its
+    logits by rounding alone, with two exceptions: `combiner` chooses its blocks by N, unless
+    `attention_config` sets `block`; and `reformer` its number of buckets, by N rounded up to 2 `bucket_size`.
+
+    Mechanisms that hash start unfitted: `ecoformer.fit_hashers(model, [tokens])`.
+
+    Args:
+        attention: name of a mechanism, see `ecoformer.list_attentions`.
+        attention_config: keyword arguments of the mechanism. They win over those that the encoder would give
+            it: `attn_drop`, `proj_drop` and, for mechanisms sized by the number of tokens, `seq_len=length`.
+        vocabulary: number of token ids.
+        length: most tokens of a text, padding included.
+        dim: channels of a token.
+        depth: layers.
+        num_heads: heads of a layer.
+        hidden: channels within the feed-forward part of a layer and within the head.
+        classes: logits; 0 leaves the head out, and the encoder gives the mean (B, dim).
+        dropout: after the embedding, after attention, and in the feed-forward part.
+        attn_drop: dropout of attention weights. Only mechanisms that form such weights (`has_weights`) get
+            it; for the others, hashed attention among them, it has no meaning and is left out.
+    """
+
+    def __init__(
+        self,
+        *,
+        attention: str = "eco",
+        attention_config: dict[str, Any] | None = None,
+        vocabulary: int = 512,
+        length: int = 4096,
+        dim: int = 64,
+        depth: int = 2,
+        num_heads: int = 2,
+        hidden: int = 128,
+        classes: int = 2,
+        dropout: float = 0.1,
+        attn_drop: float = 0.1,
+    ) -> None:
+        super().__init__()
+        sizes = {"vocabulary": vocabulary, "length": length, "dim": dim, "depth": depth, "hidden": hidden}
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.vocabulary, self.length, self.dim, self.hidden = vocabulary, length, dim, hidden
+        config = _settings(attention, length, dropout, attn_drop) | (attention_config or {})
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.positions = nn.Parameter(torch.empty(length, dim))
+        self.drop = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            Block(_attention(attention, dim, num_heads, config), hidden, dropout) for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(dim)
+        self.grad_checkpointing = False
+        nn.init.trunc_normal_(self.embedding.weight, std=0.02)
+        nn.init.trunc_normal_(self.positions, std=0.02)
+        self.reset_classifier(classes)
+
+    def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Token ids (B, N) to logits (B, classes).
+
+        `key_padding_mask` (B, N) is True where a token is padding; without it, tokens equal to `PAD` are. A
+        text of nothing but padding is read as a mean of zeros.
+        """
+        mask = self._padding("tokens", tokens, "key_padding_mask", key_padding_mask)
+        logits: Tensor = self.head(self._encode(tokens, mask))
+        return logits
+
+    def forward_features(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Token ids (B, N) to features (B, N, dim) after the final LayerNorm; padding's mean nothing."""
+        mask = self._padding("tokens", tokens, "key_padding_mask", key_padding_mask)
+        return self._features(tokens, mask)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids (B, N) to embeddings with positions (B, N, dim), unchecked."""
+        embedded: Tensor = self.drop(self.embedding(tokens) + self.positions[: tokens.shape[1]])
+        return embedded
+
+    def pool(self, x: Tensor, key_padding_mask: Tensor) -> Tensor:
+        """Mean (B, dim) of features (B, N, dim) over the tokens that are no padding; zero where none is."""
+        # Half precision has too few digits for a sum of thousands of tokens.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        total = x.masked_fill(key_padding_mask.unsqueeze(-1), 0).sum(dim=1, dtype=wide)
+        count = (~key_padding_mask).sum(dim=1, keepdim=True).clamp_min(1)
+        return (total / count).to(x.dtype)
+
+    def reset_classifier(self, classes: int) -> None:
+        """A new head for so many classes; 0 for none."""
+        self.head = _head(self.dim, self.hidden, classes).to(self.positions)
+        self.classes = classes
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Whether the backward pass computes layers anew, to keep only their inputs in memory."""
+        self.grad_checkpointing = enable
+
+    def extra_repr(self) -> str:
+        """What `print(module)` shows."""
+        return f"length={self.length}, classes={self.classes}"
+
+    def _padding(self, name: str, tokens: Tensor, mask_name: str, mask: Tensor | None) -> Tensor:
+        """The mask, or the one that `PAD` makes, once both arguments are found to be in order."""
+        _check_tokens(name, tokens, self.vocabulary, self.length)
+        if mask is None:
+            return tokens == PAD
+        _check_mask(mask_name, mask, name, tokens)
+        return mask
+
+    def _encode(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        return self.pool(self._features(tokens, mask), mask)
+
+    def _features(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            if self.grad_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, mask, use_reentrant=False)
+            else:
+                x = block(x, mask)
+        features: Tensor = self.norm(x)
+        return features
+
+
+class TwoTowerEncoder(nn.Module):
+    """Encoder of a pair of texts, for retrieval: one `TextEncoder` reads both, a head compares them.
+
+    The head has two linear layers with a ReLU between them, on [a, b, a * b, a - b] of the two means.
+
+    `ecoformer.fit_hashers(model, [{"first": ..., "second": ...}])` learns from the first texts, because the
+    shared layers meet them first; `fit_hashers(model.encoder, [first, second])` learns from both.
+
+    Arguments are those of `TextEncoder`.
+    """
+
+    def __init__(
+        self,
+        *,
+        attention: str = "eco",
+        attention_config: dict[str, Any] | None = None,
+        vocabulary: int = 512,
+        length: int = 4096,
+        dim: int = 64,
+        depth: int = 2,
+        num_heads: int = 2,
+        hidden: int = 128,
+        classes: int = 2,
+        dropout: float = 0.1,
+        attn_drop: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.encoder = TextEncoder(
+            attention=attention,
+            attention_config=attention_config,
+            vocabulary=vocabulary,
+            length=length,
+            dim=dim,
+            depth=depth,
+            num_heads=num_heads,
+            hidden=hidden,
+            classes=0,
+            dropout=dropout,
+            attn_drop=attn_drop,
+        )
+        self.reset_classifier(classes)
+
+    def forward(
+        self,
+        first: Tensor,
+        second: Tensor,
+        first_padding_mask: Tensor | None = None,
+        second_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Token ids (B, N) and (B, M) to logits (B, classes); masks as `TextEncoder` takes them."""
+        encoder = self.encoder
+        first_mask = encoder._padding("first", first, "first_padding_mask", first_padding_mask)
+        second_mask = encoder._padding("second", second, "second_padding_mask", second_padding_mask)
+        if len(first) != len(second):
+            raise ValueError(
+                f"first {shape(first)} and second {shape(second)} must hold as many texts: they are compared "
+                "in pairs"
+            )
+        a, b = encoder._encode(first, first_mask), encoder._encode(second, second_mask)
+        logits: Tensor = self.head(torch.cat([a, b, a * b, a - b], dim=-1))
+        return logits
+
+    def reset_classifier(self, classes: int) -> None:
+        """A new head for so many classes; 0 for none."""
+        encoder = self.encoder
+        self.head = _head(4 * encoder.dim, encoder.hidden, classes).to(encoder.positions)
+        self.classes = classes
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Whether the backward pass computes layers anew, to keep only their inputs in memory."""
+        self.encoder.set_grad_checkpointing(enable)
+
+
+def lra_text(**kwargs: Any) -> TextEncoder:
+    """The Long Range Arena's byte-level text classifier; `kwargs` are those of `TextEncoder`."""
+    return TextEncoder(**_LRA | kwargs)
+
+
+def lra_retrieval(**kwargs: Any) -> TwoTowerEncoder:
+    """The Long Range Arena's byte-level document matcher; `kwargs` are those of `TwoTowerEncoder`."""
+    return TwoTowerEncoder(**_LRA | kwargs)
+
+
+def _settings(attention: str, length: int, dropout: float, attn_drop: float) -> dict[str, Any]:
+    """What the encoder gives a mechanism unless it is told otherwise."""
+    cls = attention_class(attention)
+    if not cls.supports_padding:
+        raise ValueError(f"{attention} takes no key_padding_mask, but texts of a batch differ in length")
+    settings: dict[str, Any] = {"proj_drop": dropout}
+    if cls.has_weights:
+        settings["attn_drop"] = attn_drop
+    # A subclass may leave the argument to its parent's signature.
+    parents = [parent for parent in cls.__mro__ if issubclass(parent, Attention)]
+    if any("seq_len" in inspect.signature(parent).parameters for parent in parents):
+        settings["seq_len"] = length
+    return settings
+
+
+def _attention(name: str, dim: int, num_heads: int, config: dict[str, Any]) -> Attention:
+    attn = create_attention(name, dim, num_heads, **config)
+    if attn.local is not None and len(attn.local.sizes) != 1:
+        raise ValueError(f"local={attn.local.size} spans an image: a text takes local=k")
+    # Only what all mechanisms share: anything else starts as its own class says.
+    for part in ("qkv", "qk", "v", "proj"):
+        projection = getattr(attn, part, None)
+        if isinstance(projection, nn.Linear):
+            _initialise(projection)
+    return attn
+
+
+def _head(width: int, hidden: int, classes: int) -> nn.Module:
+    if classes < 0:
+        raise ValueError(f"classes must be at least 0, got {classes}")
+    if not classes:
+        return nn.Identity()
+    return nn.Sequential(_linear(width, hidden), nn.ReLU(), _linear(hidden, classes))
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    return _initialise(nn.Linear(inputs, outputs))
+
+
+def _initialise(linear: nn.Linear) -> nn.Linear:
+    nn.init.trunc_normal_(linear.weight, std=0.02)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+    return linear
+
+
+def _check_tokens(name: str, tokens: Tensor, vocabulary: int, length: int) -> None:
+    if not isinstance(tokens, Tensor):
+        raise TypeError(
+            f"{name} must be a tensor of token ids (B, N), got {type(tokens).__name__}: byte_tokens makes it"
+        )
+    if tokens.ndim != 2 or tokens.shape[1] < 1:
+        raise ValueError(
+            f"{name} must be (B, N) with N >= 1, got {shape(tokens)}: one text is a batch of one, an empty "
+            "text one token of padding"
+        )
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} must be token ids of int64, got {tokens.dtype} {shape(tokens)}")
+    if tokens.shape[1] > length:
+        raise ValueError(
+            f"{name} {shape(tokens)} has more tokens than length={length}: cut it, or build the model longer"
+        )
+    if not _readable(tokens):
+        return
+    low, high = torch.stack(tokens.aminmax()).tolist()
+    if low < 0 or high >= vocabulary:
+        raise ValueError(
+            f"{name} {shape(tokens)} holds ids from {low} to {high}: they must be within 0 to "
+            f"{vocabulary - 1}, or the model built with a greater vocabulary"
+        )
+
+
+def _readable(tokens: Tensor) -> bool:
+    """Whether the ids can be looked at: there are some, and no graph is being made of the call."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if type(tokens) is not Tensor or tokens.is_meta or not tokens.numel():
+        return False
+    return not (tokens.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _check_mask(name: str, mask: Tensor, tokens_name: str, tokens: Tensor) -> None:
+    if mask.dtype != torch.bool or mask.shape != tokens.shape:
+        raise ValueError(
+            f"{name} must be bool {shape(tokens)} like {tokens_name}, True where a token is padding, "
+            f"got {mask.dtype} {shape(mask)}"
+        )
+    if mask.device != tokens.device:
+        raise ValueError(f"{name} is on {mask.device}, {tokens_name} on {tokens.device}: move one of them")

@@ -1,0 +1,91 @@
+"""Twins-SVT-S, -B and -L with any mechanism in the first three stages, registered with timm.
+
+`ecoformer_twins_svt_small` is timm's `twins_svt_small`, converted: windowed and global layers alike get the
+mechanism. Both have the same names in their state dicts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.models import checkpoint
+from timm.models import twins as original
+from torch import Tensor
+
+from ecoformer.checkpoints.hub import HubMixin
+from ecoformer.conversion.layers import Selection
+from ecoformer.models.vision import (
+    carry_pretrained,
+    default_cfgs_of,
+    pair,
+    register_variants,
+    set_attention,
+)
+
+
+class Block(original.Block):
+    """timm's block, which can forget its activations and compute them again in the backward pass."""
+
+    grad_checkpointing = False
+
+    def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        """Tokens (B, N, C) of a feature map of that size."""
+        if self.grad_checkpointing and self.training:
+            out: Tensor = checkpoint(super().forward, x, size)
+            return out
+        out = super().forward(x, size)
+        return out
+
+
+class EcoTwins(HubMixin, original.Twins):
+    """timm's `Twins` with another mechanism in the place of windows and spatial reduction.
+
+    Args:
+        attention: one of `ecoformer.list_attentions()`; "softmax" is the paper's MSA baseline.
+        attention_config: the mechanism's arguments, such as {"bits": 16}.
+        attention_layers: as `layers` of `ecoformer.convert`; by default all but the last stage.
+        img_size: largest input, needed by mechanisms that are sized by the number of tokens (linformer);
+            others take any resolution.
+        kwargs: those of timm's class.
+    """
+
+    def __init__(
+        self,
+        attention: str = "eco",
+        attention_config: dict[str, Any] | None = None,
+        attention_layers: Selection = None,
+        img_size: int | tuple[int, int] = 224,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(img_size=img_size, block_cls=Block, **kwargs)
+        set_attention(self, attention, attention_config, attention_layers, (self.in_chans, *pair(img_size)))
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Trade time for memory in training: blocks are computed again in the backward pass."""
+        for module in self.modules():
+            if isinstance(module, Block):
+                module.grad_checkpointing = enable
+
+
+_SIZES: dict[str, dict[str, Any]] = {
+    "twins_svt_small": {
+        "embed_dims": (64, 128, 256, 512),
+        "num_heads": (2, 4, 8, 16),
+        "depths": (2, 2, 10, 4),
+    },
+    "twins_svt_base": {
+        "embed_dims": (96, 192, 384, 768),
+        "num_heads": (3, 6, 12, 24),
+        "depths": (2, 2, 18, 2),
+    },
+    "twins_svt_large": {
+        "embed_dims": (128, 256, 512, 1024),
+        "num_heads": (4, 8, 16, 32),
+        "depths": (2, 2, 18, 2),
+    },
+}
+for _sizes in _SIZES.values():
+    _sizes |= {"patch_size": 4, "mlp_ratios": (4, 4, 4, 4), "wss": (7, 7, 7, 7), "sr_ratios": (8, 4, 2, 1)}
+
+default_cfgs = default_cfgs_of(original, _SIZES)
+register_variants(__name__, EcoTwins, _SIZES, carry_pretrained, {"out_indices": 4, "feature_cls": "getter"})

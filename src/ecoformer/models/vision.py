@@ -1,0 +1,104 @@
+"""What the pyramids share: their mechanism, their start from timm's weights, their registration with timm."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import Tensor, nn
+
+from ecoformer.attention.weights import Projections, carry_over
+from ecoformer.conversion import Adapter, convert
+from ecoformer.conversion.layers import Selection
+from ecoformer.conversion.verb import RECORD
+
+
+def set_attention(
+    model: nn.Module,
+    attention: str,
+    config: dict[str, Any] | None,
+    layers: Selection,
+    image_shape: tuple[int, int, int],
+) -> None:
+    """Convert a model that is being built; its constructor's arguments say so, and no record is needed."""
+    convert(model, attention, layers=layers, example=torch.zeros(1, *image_shape), **(config or {}))
+    delattr(model, RECORD)
+
+
+def pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    """Height and width."""
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def carry_pretrained(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Weights of timm's original in the names of ours; what only the mechanism has is as in `model`.
+
+    timm calls this when `pretrained=True`. Hash functions are still to be fitted.
+    """
+    state = dict(state_dict)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Adapter) or f"{name}.proj.weight" not in state:
+            continue
+        held = {key: state.pop(key) for key in list(state) if key.startswith(f"{name}.")}
+        source = _projections(layer.attention.num_heads, {k[len(name) + 1 :]: v for k, v in held.items()})
+        with torch.no_grad():
+            carry_over(source, layer.attention)
+        state |= {f"{name}.{key}": value for key, value in layer.state_dict().items()}
+    return state
+
+
+def _projections(num_heads: int, held: dict[str, Tensor]) -> Projections:
+    for kind in ("weight", "bias"):
+        if f"q.{kind}" in held:
+            held[f"qkv.{kind}"] = torch.cat([held[f"q.{kind}"], held[f"kv.{kind}"]])
+    q, k, v = held["qkv.weight"].chunk(3)
+    q_bias, k_bias, v_bias = held["qkv.bias"].chunk(3) if "qkv.bias" in held else (None, None, None)
+    biases = (q_bias, k_bias, v_bias, held.get("proj.bias"))
+    return Projections(num_heads, q, k, v, held["proj.weight"], *biases)
+
+
+def default_cfgs_of(original: ModuleType, variants: dict[str, Any]) -> Any:
+    """timm's settings of its own variants, weights included, for ours."""
+    settings = {variant: original.default_cfgs[variant].default.to_dict() for variant in variants}
+    return generate_default_cfgs(
+        {f"ecoformer_{v}.in1k": cfg | {"hf_hub_id": f"timm/{v}.in1k"} for v, cfg in settings.items()}
+    )
+
+
+def register_variants(
+    module: str,
+    model_class: type[nn.Module],
+    variants: dict[str, dict[str, Any]],
+    filter_fn: Callable[..., dict[str, Tensor]],
+    feature_cfg: dict[str, Any],
+) -> None:
+    """Register `ecoformer_<variant>` with timm for every variant, as functions of `module`."""
+
+    def register(variant: str) -> None:
+        name = f"ecoformer_{variant}"
+
+        def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+            features = dict(feature_cfg)
+            features["out_indices"] = kwargs.pop("out_indices", features["out_indices"])
+            arguments = variants[variant] | kwargs
+            model: nn.Module = build_model_with_cfg(
+                model_class,
+                name,
+                pretrained,
+                pretrained_filter_fn=filter_fn,
+                feature_cfg=features,
+                **arguments,
+            )
+            return model
+
+        create.__name__ = create.__qualname__ = name
+        create.__module__ = module
+        create.__doc__ = f"timm's `{variant}` with another mechanism; see `{model_class.__name__}`."
+        setattr(sys.modules[module], name, register_model(create))
+
+    for variant in variants:
+        register(variant)

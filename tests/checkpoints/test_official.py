@@ -1,0 +1,424 @@
+"""The released checkpoints: recognised, renamed, refused when anything is amiss, and computed alike."""
+
+import argparse
+import os
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+
+import pytest
+import released
+import torch
+
+from ecoformer import CheckpointError, hashers_of, reference
+from ecoformer.checkpoints.official import Layout, load_official, recognise, rename
+
+ONE = (1, 1, 1, 1)
+B0_HEADS = (1, 2, 5, 8)
+
+
+def checkpoint(variant="pvt_v2_b0", **kwargs):
+    return released.state_dict(variant, **{"num_classes": 7, "seed": 1, "depths": ONE, **kwargs})
+
+
+def images(*size, dtype=torch.float64):
+    return torch.randn(2, *size, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+
+
+def without(state, *gone):
+    return {key: value for key, value in state.items() if not key.startswith(gone)}
+
+
+class TestTheDenseTwin:
+    """The helper is the judge of everything below, so it has to be right itself."""
+
+    LAYER = "block2.0.attn"
+
+    def test_its_eco_attention_is_that_of_the_reference(self):
+        state = {key: value.double() for key, value in checkpoint().items()}
+        x = torch.randn(2, 30, 64, dtype=torch.float64)
+        qk, v = (
+            (x @ state[f"{self.LAYER}.{name}.weight"].mT + state[f"{self.LAYER}.{name}.bias"])
+            .view(2, 30, 2, 32)
+            .transpose(1, 2)
+            for name in ("to_qk", "to_v")
+        )
+        codes = released.codes(state, self.LAYER, qk)
+        heads = reference.hash_attention(codes, codes, v, bias="official").transpose(1, 2).flatten(2)
+        expected = heads @ state[f"{self.LAYER}.proj.weight"].mT + state[f"{self.LAYER}.proj.bias"]
+        torch.testing.assert_close(released.eco_attention(state, self.LAYER, x, 32), expected)
+
+    def test_its_codes_are_those_of_the_reference_save_for_zeros(self):
+        state = {key: value.double() for key, value in checkpoint().items()}
+        tokens = torch.randn(2, 2, 30, 32, dtype=torch.float64)
+        ksh = f"{self.LAYER}.fast_attention.ksh"
+        anchors, mean = state[f"{ksh}.anchor"][0], state[f"{ksh}.mvec"][0]
+        sigma = reference.squared_distances(reference.unit(tokens), anchors).mean(dim=(-2, -1), keepdim=True)
+        expected = reference.hash_codes(tokens, anchors, sigma, mean, state[f"{ksh}.A"].mT)
+        codes = released.codes(state, self.LAYER, tokens)
+        assert (codes[:, 0, :, 0] == 0).all()
+        assert (codes == 0).sum() == codes[:, 0, :, 0].numel()
+        assert (codes != 0).logical_or(expected == 1).all()
+        assert torch.equal(codes[codes != 0], expected[codes != 0])
+        assert 0.2 < (codes > 0).double().mean() < 0.8
+
+    def test_its_softmax_attention_is_pytorchs(self):
+        state = {key: value.double() for key, value in checkpoint().items()}
+        x = torch.randn(2, 30, 256, dtype=torch.float64)
+        layer = torch.nn.MultiheadAttention(256, 8, batch_first=True).double()
+        names = {"in_proj_weight": "qkv.weight", "in_proj_bias": "qkv.bias"}
+        names |= {"out_proj.weight": "proj.weight", "out_proj.bias": "proj.bias"}
+        layer.load_state_dict({ours: state[f"block4.0.attn.{theirs}"] for ours, theirs in names.items()})
+        expected = layer(x, x, x)[0]
+        torch.testing.assert_close(released.softmax_attention(state, "block4.0.attn", x, 32), expected)
+
+
+class TestRecognise:
+    @pytest.mark.parametrize("mechanism", ["eco", "softmax"])
+    @pytest.mark.parametrize("variant", released.VARIANTS)
+    def test_every_released_model(self, variant, mechanism):
+        state = released.state_dict(variant, mechanism=mechanism, num_classes=1000, seed=0, device="meta")
+        facts, eco = released.VARIANTS[variant], mechanism == "eco"
+        twins = variant.startswith("twins")
+        assert recognise(state) == Layout(
+            family="twins" if twins else "pvt_v2",
+            mechanism=mechanism,
+            in_chans=3,
+            num_classes=1000,
+            depths=facts.depths,
+            embed_dims=facts.dims,
+            num_heads=(2, 4, 8, 16) if twins else B0_HEADS,
+            mlp_ratios=facts.ratios,
+            bits=16 if eco else None,
+            support=25 if eco else None,
+        )
+        assert recognise(state).model_name == f"ecoformer_{variant}"
+
+    def test_sizes_that_were_not_released(self):
+        layout = recognise(checkpoint(bits=8, support=13, in_chans=1, num_classes=3, depths=(1, 2, 3, 1)))
+        assert (layout.bits, layout.support, layout.in_chans, layout.num_classes) == (8, 13, 1, 3)
+        assert layout.depths == (1, 2, 3, 1)
+        assert layout.model_name == "ecoformer_pvt_v2_b0"
+
+    def test_depth_counts_blocks_beyond_the_tenth(self):
+        assert recognise(checkpoint("pvt_v2_b4", depths=None, device="meta")).depths == (3, 8, 27, 3)
+
+    def test_the_originals_with_spatial_reduction_are_sent_to_timm(self):
+        state = without(checkpoint(mechanism="softmax"), "block1.0.attn.qkv")
+        for name, rows in (("q", 32), ("kv", 64), ("sr", 32), ("norm", 32)):
+            state[f"block1.0.attn.{name}.weight"] = torch.randn(rows, 32)
+        with pytest.raises(CheckpointError, match=r"block1\.0\.attn\.q\.weight.*timm.*ecoformer\.convert"):
+            recognise(state)
+
+    def test_our_own_checkpoints_are_not_taken_for_released_ones(self):
+        state = checkpoint()
+        with pytest.raises(CheckpointError, match="own"):
+            recognise(rename(state, recognise(state)))
+
+    def test_other_models(self):
+        with pytest.raises(CheckpointError, match=r"PVTv2 or Twins.*layer1\.0\.conv1\.weight"):
+            recognise({"layer1.0.conv1.weight": torch.randn(3, 3)})
+
+    def test_heads_that_do_not_divide_the_channels(self):
+        state = checkpoint()
+        anchor = "block1.0.attn.fast_attention.ksh.anchor"
+        with pytest.raises(CheckpointError, match="heads of 24"):
+            recognise({**state, anchor: state[anchor][..., :24]})
+
+
+class TestRename:
+    def test_each_name_and_shape_of_pvt_v2(self):
+        state = checkpoint()
+        renamed = rename(state, recognise(state))
+        ksh, block = "block2.0.attn.fast_attention.ksh", "stages.1.blocks.0.attn.attention"
+        same = {
+            "patch_embed.proj.weight": "patch_embed1.proj.weight",
+            "patch_embed.norm.bias": "patch_embed1.norm.bias",
+            "stages.2.downsample.proj.bias": "patch_embed3.proj.bias",
+            "stages.3.downsample.norm.weight": "patch_embed4.norm.weight",
+            "stages.1.blocks.0.norm2.weight": "block2.0.norm2.weight",
+            "stages.1.blocks.0.mlp.dwconv.weight": "block2.0.mlp.dwconv.dwconv.weight",
+            f"{block}.qk.weight": "block2.0.attn.to_qk.weight",
+            f"{block}.v.bias": "block2.0.attn.to_v.bias",
+            f"{block}.proj.weight": "block2.0.attn.proj.weight",
+            "stages.3.norm.bias": "norm4.bias",
+            "head.weight": "head.weight",
+        }
+        assert {ours for ours in same if renamed[ours] is not state[same[ours]]} == set()
+        assert torch.equal(renamed[f"{block}.hasher.weight"], state[f"{ksh}.A"].transpose(1, 2))
+        assert torch.equal(renamed[f"{block}.hasher.mean"], state[f"{ksh}.mvec"][0, :, 0])
+        assert torch.equal(renamed[f"{block}.hasher.support_samples"], state[f"{ksh}.anchor"][0])
+        assert renamed[f"{block}.hasher.fitted"].item() is True
+        qkv = state["block4.0.attn.qkv.weight"]
+        assert torch.equal(renamed["stages.3.blocks.0.attn.q.weight"], qkv[:256])
+        assert torch.equal(renamed["stages.3.blocks.0.attn.kv.weight"], qkv[256:])
+
+    def test_each_name_of_twins(self):
+        state = checkpoint("twins_svt_small")
+        renamed = rename(state, recognise(state))
+        same = {
+            "patch_embeds.2.proj.weight": "patch_embeds.2.proj.weight",
+            "pos_block.1.proj.0.bias": "pos_block.1.proj.0.bias",
+            "blocks.1.0.mlp.fc1.weight": "blocks.1.0.mlp.fc1.weight",
+            "blocks.1.0.attn.attention.qk.bias": "blocks.1.0.attn.to_qk.bias",
+            "blocks.3.0.attn.attention.qkv.weight": "blocks.3.0.attn.qkv.weight",
+            "blocks.3.0.attn.attention.proj.weight": "blocks.3.0.attn.proj.weight",
+            "norm.weight": "norm.weight",
+            "head.bias": "head.bias",
+        }
+        assert {ours for ours in same if renamed[ours] is not state[same[ours]]} == set()
+
+    @pytest.mark.parametrize("mechanism", ["eco", "softmax"])
+    @pytest.mark.parametrize("variant", ["pvt_v2_b0", "twins_svt_small"])
+    def test_every_number_arrives_once(self, variant, mechanism):
+        state = checkpoint(variant, mechanism=mechanism)
+        renamed = rename(state, recognise(state))
+        sent = [value for key, value in state.items() if "projection_matrix" not in key]
+        arrived = [value for key, value in renamed.items() if not key.endswith((".sigma", ".fitted"))]
+        one, other = (
+            torch.cat([value.flatten() for value in values]).sort()[0] for values in (sent, arrived)
+        )
+        assert torch.equal(one, other)
+
+    def test_the_unused_matrix_may_be_absent(self):
+        state = checkpoint()
+        lean = {key: value for key, value in state.items() if "projection_matrix" not in key}
+        assert rename(lean, recognise(lean)).keys() == rename(state, recognise(state)).keys()
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("variant", ["pvt_v2_b0", "twins_svt_small"])
+    @pytest.mark.parametrize("mechanism", ["eco", "softmax"])
+    def test_any_one_missing_key_is_named(self, variant, mechanism):
+        state = checkpoint(variant, mechanism=mechanism, device="meta")
+        for key in state:
+            if "projection_matrix" not in key:
+                with pytest.raises(CheckpointError, match="1 x missing key") as error:
+                    load_official({k: v for k, v in state.items() if k != key})
+                assert key in str(error.value)
+
+    @pytest.mark.parametrize("mechanism", ["eco", "softmax"])
+    def test_any_one_wrong_shape_is_named(self, mechanism):
+        state = checkpoint(mechanism=mechanism, device="meta")
+        for key, value in state.items():
+            if "projection_matrix" not in key:
+                with pytest.raises(CheckpointError, match=r"does not fit|do not fit"):
+                    load_official({**state, key: torch.cat([value, value], dim=-1)})
+                with pytest.raises(CheckpointError, match="1 x tensor that does not fit") as error:
+                    load_official({**state, key: value.unsqueeze(0)})
+                assert key in str(error.value)
+
+    @pytest.mark.parametrize(
+        "key",
+        [
+            "block1.0.attn.relative_position",
+            "block5.0.norm1.weight",
+            "patch_embed.proj.weight",
+            "norm.weight",
+            "block1.3.norm1.weight",
+            "block9.0.attn.fast_attention.projection_matrix",
+            "block4.0.attn.fast_attention.projection_matrix",
+        ],
+    )
+    def test_an_unknown_key_is_named(self, key):
+        with pytest.raises(CheckpointError, match=f"1 x unknown key: {re.escape(key)}"):
+            load_official({**checkpoint(), key: torch.ones(32)})
+
+    def test_everything_wrong_is_in_one_error_with_counts(self):
+        state = without(checkpoint(), "block1.0.mlp.dwconv", "norm2", "block3.0.norm1")
+        state |= {f"extra.{i}": torch.ones(1) for i in range(9)}
+        state["norm3.bias"] = torch.ones(3)
+        with pytest.raises(CheckpointError, match="pvt_v2_b0 with eco") as error:
+            load_official(state)
+        message = str(error.value)
+        assert "6 x missing key: " in message
+        assert "9 x unknown key: extra.0, extra.1, extra.2, extra.3 and 5 more" in message
+        assert "1 x tensor that does not fit: norm3.bias is (3,)" in message
+        assert "not (160,)" in message
+
+    def test_an_eco_block_among_softmax_blocks(self):
+        state = checkpoint(mechanism="softmax") | without(checkpoint(), "block2", "block3")
+        del state["block1.0.attn.qkv.weight"], state["block1.0.attn.qkv.bias"]
+        with pytest.raises(
+            ValueError, match=r"missing key: block2\.0\.attn\.to_qk.*unknown key: block2\.0\.attn\.qkv"
+        ):
+            load_official(state)
+
+    def test_a_far_index_costs_no_memory(self):
+        with pytest.raises(CheckpointError, match=r"unknown key: block1\.99999999999\.norm1"):
+            load_official({**checkpoint(), "block1.99999999999.norm1.weight": torch.ones(32)})
+
+    def test_integers_are_no_weights(self):
+        with pytest.raises(CheckpointError, match=r"head\.bias is \(7,\) of torch\.int64"):
+            load_official({**checkpoint(), "head.bias": torch.ones(7, dtype=torch.int64)})
+
+    @pytest.mark.parametrize(
+        ("source", "says"),
+        [
+            ({}, "empty"),
+            ({"model": {}}, "empty"),
+            ({"model": torch.nn.Linear(2, 2)}, "got Linear"),
+            ({"epoch": 3}, "'epoch': int"),
+            ({3: torch.ones(1)}, "3: Tensor"),
+        ],
+    )
+    def test_mappings_that_hold_something_else(self, source, says):
+        with pytest.raises(CheckpointError, match=says):
+            load_official(source)
+
+    def test_neither_path_nor_mapping(self):
+        with pytest.raises(TypeError, match="got list"):
+            load_official([torch.ones(1)])
+
+
+class Mischief:
+    def __reduce__(self):
+        return os.mkdir, ("mischief",)
+
+
+class TestFiles:
+    """None of these gets as far as building a model, save the first."""
+
+    def test_released_files_hold_arguments_too(self, tmp_path):
+        state, path = checkpoint(), tmp_path / "b0.pth"
+        torch.save({"model": state, "epoch": 29, "args": argparse.Namespace(lr=1e-4, bits=16)}, path)
+        x, expected = images(3, 32, 32, dtype=torch.float32), load_official(state)
+        for source in (path, str(path)):
+            assert torch.equal(load_official(source)(x), expected(x))
+        assert argparse.Namespace not in torch.serialization.get_safe_globals()
+
+    @pytest.mark.parametrize("old_format", [False, True])
+    def test_truncated(self, tmp_path, old_format):
+        path = tmp_path / "cut.pth"
+        torch.save(checkpoint(), path, _use_new_zipfile_serialization=not old_format)
+        whole = path.read_bytes()
+        for share in (0.0, 0.001, 0.1, 0.5, 0.9, 0.999):
+            path.write_bytes(whole[: int(share * len(whole))])
+            with pytest.raises(
+                CheckpointError, match=r"cut\.pth cannot be read as a checkpoint: it is damaged"
+            ):
+                load_official(path)
+
+    @pytest.mark.parametrize(
+        "content", [b"", b"\n", b"<html>404</html>", b"version https://git-lfs", bytes(999)]
+    )
+    def test_not_a_checkpoint_at_all(self, tmp_path, content):
+        path = tmp_path / "page.pth"
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"page\.pth cannot be read as a checkpoint"):
+            load_official(path)
+
+    @pytest.mark.parametrize("content", [[1, 2], torch.ones(2), {"model": 3}, 5, "text", None])
+    def test_a_file_with_something_else(self, tmp_path, content):
+        path = tmp_path / "other.pth"
+        torch.save(content, path)
+        with pytest.raises(CheckpointError, match=r"other\.pth is no checkpoint: .* got "):
+            load_official(path)
+
+    def test_errors_about_tensors_name_the_file(self, tmp_path):
+        path = tmp_path / "half.pth"
+        torch.save({"model": without(checkpoint(), "head")}, path)
+        with pytest.raises(CheckpointError, match=r"half\.pth: .*1 x missing key: head\.weight"):
+            load_official(path)
+
+    @pytest.mark.parametrize("plain", [False, True])
+    def test_no_code_is_run(self, tmp_path, monkeypatch, plain):
+        monkeypatch.chdir(tmp_path)
+        path = tmp_path / "evil.pth"
+        content = {"model": checkpoint(), "args": Mischief()}
+        path.write_bytes(pickle.dumps(content, protocol=2)) if plain else torch.save(content, path)
+        with pytest.raises(CheckpointError, match=r"evil\.pth cannot be read"):
+            load_official(path)
+        assert not (tmp_path / "mischief").exists()
+
+    def test_other_objects_are_named(self, tmp_path):
+        path = tmp_path / "paths.pth"
+        torch.save(
+            {"model": checkpoint(), "args": argparse.Namespace(output=pathlib.PurePosixPath("/out"))}, path
+        )
+        with pytest.raises(CheckpointError, match=r"it holds a pathlib\.PurePosixPath; .*weights_only=False"):
+            load_official(path)
+
+    def test_no_such_file(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="nowhere"):
+            load_official(tmp_path / "nowhere.pth")
+
+
+class TestLoading:
+    """From the checkpoint to the logits."""
+
+    @pytest.mark.parametrize(
+        ("variant", "options", "size"),
+        [
+            ("pvt_v2_b0", {"depths": None}, (3, 64, 64)),
+            ("pvt_v2_b0", {"depths": (2, 1, 1, 2)}, (3, 71, 90)),
+            ("pvt_v2_b0", {"bits": 8, "support": 13, "in_chans": 1}, (1, 64, 96)),
+            ("pvt_v2_b1", {}, (3, 64, 96)),
+            ("pvt_v2_b5", {}, (3, 32, 64)),
+            ("pvt_v2_b0", {"mechanism": "softmax"}, (3, 64, 96)),
+            ("pvt_v2_b1", {"mechanism": "softmax", "depths": (1, 2, 1, 1)}, (3, 71, 90)),
+            ("twins_svt_small", {"depths": (2, 1, 1, 2)}, (3, 64, 96)),
+            ("twins_svt_small", {"depths": (2, 1, 1, 2)}, (3, 75, 301)),
+            ("twins_svt_small", {"depths": (2, 1, 2, 2), "mechanism": "softmax"}, (3, 75, 301)),
+        ],
+    )
+    def test_logits_are_those_of_the_released_code(self, variant, options, size):
+        state, x = checkpoint(variant, **options), images(*size)
+        expected = released.forward(state, x, released.VARIANTS[variant].head_dim)
+        with torch.no_grad():
+            actual = load_official(state).double()(x)
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+    @pytest.mark.parametrize("mechanism", ["eco", "softmax"])
+    def test_in_single_precision_to_rounding(self, mechanism):
+        state, x = checkpoint(mechanism=mechanism), images(3, 64, 64)
+        expected = released.forward(state, x, 32)
+        with torch.no_grad():
+            error = (load_official(state)(x.float()) - expected).abs()
+        # A projection near zero may have its sign flipped by rounding, which moves logits by about 1e-3.
+        torch.testing.assert_close(
+            error, torch.zeros_like(error), rtol=0, atol=1e-2 if mechanism == "eco" else 1e-5
+        )
+
+    @pytest.mark.parametrize(
+        ("of", "name", "value"),
+        [("layer", "bias", "paper"), ("hasher", "sigma_from", "stored"), ("hasher", "sign_of_zero", 1.0)],
+    )
+    def test_the_papers_own_choices_give_other_logits(self, of, name, value):
+        state, x = checkpoint(), images(3, 64, 64)
+        model = load_official(state).double()
+        for hasher, layer in ((m.hasher, m) for m in model.modules() if hasattr(m, "hasher")):
+            setattr(layer if of == "layer" else hasher, name, value)
+        with torch.no_grad():
+            assert (model(x) - released.forward(state, x, 32)).abs().max() > 1e-3
+
+    def test_ready_to_use(self):
+        model = load_official(checkpoint())
+        hashers = hashers_of(model)
+        assert len(hashers) == 3
+        assert all(hasher.fitted and hasher.sign_of_zero == 0 for hasher in hashers.values())
+        assert not any(module.training for module in model.modules())
+        assert all(parameter.requires_grad for parameter in model.parameters())
+
+    def test_the_state_dict_may_be_wrapped(self):
+        state, x = checkpoint(), images(3, 32, 32, dtype=torch.float32)
+        expected = load_official(state)(x)
+        parallel = {f"module.{key}": value for key, value in state.items()}
+        for wrapped in ({"model": state, "epoch": 1}, parallel, {"model": parallel, "optimizer": {}}):
+            assert torch.equal(load_official(wrapped)(x), expected)
+
+    def test_the_checkpoint_is_not_aliased(self):
+        state = checkpoint()
+        before = {key: value.clone() for key, value in state.items()}
+        model = load_official(state)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.zero_()
+        assert all(torch.equal(state[key], before[key]) for key in state)
+
+
+def test_importing_the_loader_needs_only_torch():
+    code = "import ecoformer.checkpoints.official, sys; sys.exit('timm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
