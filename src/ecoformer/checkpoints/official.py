@@ -239,7 +239,7 @@ def _shapes(state: Mapping[str, Tensor], telling: Mapping[str, int]) -> dict[str
         for key, sizes in shapes.items()
         if len(sizes) != telling[key] or 0 in sizes
     ]
-    _complain("not a released model", missing, [], misfits)
+    _complain("what model this is cannot be told", missing, [], misfits)
     return shapes
 
 

