@@ -182,9 +182,8 @@ def main() -> None:
             names = ("spearman", "same nearest", "same ten nearest", "cosine to the original")
             table.add_row(variant, stage, *(f"{mean(r[name] for r in runs):.3f}" for name in names))
         console.print(table)
-    record = {"sentences": what, "training": len(train), "test": len(test), "settings": vars(arguments)}
-    for name in ("model", "train", "test"):
-        record["settings"].pop(name)
+    settings = {k: v for k, v in vars(arguments).items() if k not in ("model", "train", "test", "out")}
+    record = {"sentences": what, "training": len(train), "test": len(test), "settings": settings}
     console.print(f"wrote {write_result(arguments.out, record | {'variants': figures})}")
 
 

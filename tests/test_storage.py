@@ -165,12 +165,20 @@ def test_tied_tensors_are_stored_once_and_tied_again(path):
 
 
 def test_other_views_of_one_memory_are_copies(path):
-    x = torch.arange(12.0).view(3, 4)
-    views = {"x": x, "rows": x[1:], "flat": x.view(-1), "t": x.T, "none": x[1:1], "ints": x.view(torch.int32)}
+    x = torch.arange(9.0).view(3, 3)
+    views = {
+        "x": x,
+        "rows": x[1:],
+        "flat": x.view(-1),
+        "t": x.T,
+        "none": x[1:1],
+        "ints": x.view(torch.int32),
+        "top": x[:2],
+    }
     write(path, views, {})
     result = read(path)[0]
     assert all_bits(result) == all_bits(views)
-    assert len({t.untyped_storage().data_ptr() for t in result.values() if t.numel()}) == 5
+    assert len({t.untyped_storage().data_ptr() for t in result.values() if t.numel()}) == 6
 
 
 def test_empty_tensors_are_not_taken_for_tied(path):
@@ -181,12 +189,14 @@ def test_empty_tensors_are_not_taken_for_tied(path):
 
 def test_negative_views_keep_their_sign(path):
     z = torch.complex(torch.ones(3), torch.full((3,), 2.0))
-    views = {"plus": z.imag, "minus": z.conj().imag}
+    views = {"plus": z.imag, "minus": z.conj().imag, "dense": torch.ones(3)._neg_view()}
     assert views["minus"].is_neg()
+    assert views["dense"].is_contiguous()
     write(path, views, {})
     result = read(path)[0]
     assert result["plus"].tolist() == [2.0] * 3
     assert result["minus"].tolist() == [-2.0] * 3
+    assert result["dense"].tolist() == [-1.0] * 3
 
 
 def test_a_mapping_that_makes_its_tensors_when_asked(path):
@@ -472,39 +482,38 @@ import torch
 from ecoformer.storage import read, write
 
 path, rounds = sys.argv[1], int(sys.argv[2])
-size = 1_000_000
+folder, size, done, cut = os.path.dirname(path), 1_000_000, 0, 0
 write(path, {"x": torch.zeros(size)}, {"n": 0})
 random.seed(0)
-seen, cut = set(), 0
 for _ in range(rounds):
+    hear, say = os.pipe()
     child = os.fork()
     if child == 0:
-        n = read(path)[1]["n"]
         while True:
-            n += 1
-            write(path, {"x": torch.full((size + n,), float(n))}, {"n": n})
-    time.sleep(random.uniform(0.01, 0.06))
+            done += 1
+            write(path, {"x": torch.full((size + done,), float(done))}, {"n": done})
+            os.write(say, b"x")
+    os.read(hear, 1)
+    time.sleep(random.uniform(0, 0.02))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    os.close(hear), os.close(say)
     tensors, config = read(path)
-    n = config["n"]
-    whole = tensors["x"].shape == (size + n,) and bool((tensors["x"] == n).all())
-    seen.add(n)
-    left = [name for name in os.listdir(os.path.dirname(path)) if name != os.path.basename(path)]
+    before, done = done, config["n"]
+    if done <= before or tensors["x"].shape != (size + done,) or not bool((tensors["x"] == done).all()):
+        sys.exit(f"file {done} after {before} is torn")
+    left = set(os.listdir(folder)) - {os.path.basename(path)}
     cut += bool(left)
     for name in left:
-        os.unlink(os.path.join(os.path.dirname(path), name))
-    if not whole:
-        sys.exit(f"file of round {n} is torn")
-print(len(seen), cut)
+        os.unlink(os.path.join(folder, name))
+print(cut)
 """
 
 
 def test_killed_in_the_middle_of_a_write(path):
-    command = [sys.executable, "-c", KILLED_WRITER, str(path), "20"]
-    seen, cut = map(int, subprocess.check_output(command, text=True).split())
-    assert seen > 3, "the children wrote nothing"
-    assert cut > 3, "no child was killed in the middle of a write"
+    command = [sys.executable, "-c", KILLED_WRITER, str(path), "12"]
+    cut = int(subprocess.check_output(command, text=True))
+    assert cut > 0, "no child was killed in the middle of a write"
 
 
 REPLACER = """
@@ -593,7 +602,7 @@ def test_pytorch_pickles_are_named(path, zipped):
 @pytest.mark.parametrize("protocol", range(2, 6))
 def test_plain_pickles_are_named(path, protocol):
     path.write_bytes(pickle.dumps({"a": [1, 2, 3]}, protocol=protocol))
-    assert "pickle" in refused(read, path)
+    assert f"{path} is a PyTorch pickle" in refused(read, path)
 
 
 @pytest.mark.parametrize("length", [0x0280, 0x0380, 0x0480, 0x0580])
@@ -611,7 +620,14 @@ def test_a_header_whose_length_looks_like_a_pickle(path, length):
 
 
 @pytest.mark.parametrize(
-    "content", [b"hello, world", b"\x89PNG\r\n\x1a\n" + b"\0" * 40, b"\0" * 100, b"{}" * 9]
+    "content",
+    [
+        b"hello, world",
+        b"\x89PNG\r\n\x1a\n" + b"\0" * 40,
+        b"\0" * 100,
+        b"{}" * 9,
+        b"\n" + b"\0" * 7 + b"[" * 20,
+    ],
 )
 def test_other_files(path, content):
     path.write_bytes(content)
@@ -875,7 +891,9 @@ def test_several_differences_share_the_line():
 
 def test_a_model_on_the_meta_device_is_refused():
     tensors = nn.Linear(3, 4).state_dict()
-    assert "2 on the meta device" in refused(load_into, nn.Linear(3, 4, device="meta"), tensors, source="x")
+    assert "Linear is on the meta device" in refused(
+        load_into, nn.Linear(3, 4, device="meta"), tensors, source="x"
+    )
 
 
 def test_tied_weights(path):
@@ -905,8 +923,12 @@ def test_tied_weights_given_as_equal_copies():
         load_into(model, odd, source="x")
 
 
-def test_untied_weights_do_not_overwrite_each_other():
-    model, tensors = Tied(), {"embed.weight": torch.zeros(5, 3), "head.weight": torch.ones(5, 3)}
+HALF = torch.ones(5, 3).half()
+
+
+@pytest.mark.parametrize("head", [torch.zeros(5, 3), HALF.view(torch.bfloat16)], ids=["numbers", "dtype"])
+def test_untied_weights_do_not_overwrite_each_other(head):
+    model, tensors = Tied(), {"embed.weight": HALF, "head.weight": head}
     before = all_bits(model.state_dict())
     line = refused(load_into, model, tensors, source="x")
     assert "1 tied in the model but not here ('embed.weight' and 'head.weight')" in line

@@ -58,6 +58,9 @@ class _Loader(importlib.abc.Loader):
     def __init__(self, name: str, loader: importlib.abc.Loader) -> None:
         self.name, self.loader = name, loader
 
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self.loader, attribute)
+
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
@@ -98,5 +101,5 @@ def watch_imports() -> None:
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     for name, act in _AFTER.items():
-        if name in sys.modules:
+        if sys.modules.get(name) is not None:
             act()

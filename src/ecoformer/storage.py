@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CheckpointError", "load_into", "read", "read_config", "write"]
+__all__ = ["CheckpointError", "check_config", "check_fit", "load_into", "read", "read_config", "write"]
 
 FORMAT = 1
 _KEY = "ecoformer"
@@ -58,6 +58,11 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], config: M
     return Path(path)
 
 
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raise what `write` would raise of a config that JSON cannot hold."""
+    _plain(dict(config), "config")
+
+
 def read(
     path: str | os.PathLike[str], device: str | torch.device = "cpu"
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -91,10 +96,13 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -
         tensors: what the model's `state_dict` names, hash functions and their `fitted` flag included.
         source: where the tensors come from, for error messages.
     """
+    check_fit(model, tensors, source=source)
     state = model.state_dict()
-    problems = _differences(state, tensors) or _torn_ties(state, tensors)
-    if problems:
-        raise CheckpointError(f"{source} does not fit {type(model).__name__}: {'; '.join(problems)}")
+    if any(tensor.is_meta for tensor in state.values() if isinstance(tensor, Tensor)):
+        raise CheckpointError(
+            f"{type(model).__name__} is on the meta device, which holds no numbers: move it with "
+            "to_empty(device=...) before loading"
+        )
     # Updating the model's own dict keeps the modules' version numbers, which a plain dict would lack.
     state.update(tensors)
     try:
@@ -102,6 +110,14 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -
     except RuntimeError as error:
         refusal = f"{type(model).__name__} refused {source} and may hold a part of it"
         raise CheckpointError(f"{refusal}: {_one_line(error)}") from error
+
+
+def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
+    """Raise what `load_into` would raise, and copy nothing; `model` may be on the meta device."""
+    state = model.state_dict()
+    problems = _differences(state, tensors) or _torn_ties(state, tensors)
+    if problems:
+        raise CheckpointError(f"{source} does not fit {type(model).__name__}: {'; '.join(problems)}")
 
 
 def _check_target(target: Path) -> None:
@@ -154,7 +170,9 @@ def _identity(name: str, tensor: Any) -> Hashable:
     """Equal for tensors that are the same numbers in the same memory; empty ones all lie at address 0."""
     if not isinstance(tensor, Tensor) or tensor.numel() == 0:
         return name
-    place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.is_neg())
+    # Without data there is no address, but there is still a storage.
+    address = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr()
+    place = (tensor.device, address, tensor.storage_offset(), tensor.dtype, tensor.is_neg())
     return (*place, tuple(tensor.shape), tensor.stride())
 
 
@@ -319,7 +337,7 @@ def _misfit(theirs: Any, ours: Tensor) -> dict[str, str]:
     """{what is wrong: how}, or nothing."""
     if not isinstance(theirs, Tensor):
         return {"not a tensor": f" {type(theirs).__name__}"}
-    if theirs.is_meta or ours.is_meta:
+    if theirs.is_meta:
         return {"on the meta device": ""}
     if theirs.shape != ours.shape:
         return {"of another shape": f" {tuple(theirs.shape)} instead of {tuple(ours.shape)}"}

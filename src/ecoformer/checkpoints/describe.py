@@ -11,84 +11,124 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ecoformer.checkpoints.structure import structure
 from ecoformer.conversion import convert
 from ecoformer.conversion.verb import RECORD
 from ecoformer.storage import CheckpointError
 
-_OURS = {"TextEncoder": "ecoformer.models.text", "TwoTowerEncoder": "ecoformer.models.text"}
-"""Our classes that timm does not build, and where they are."""
+_OURS = {
+    "EcoPyramidVisionTransformerV2": "ecoformer.models.pvt_v2",
+    "EcoTwins": "ecoformer.models.twins",
+    "TextEncoder": "ecoformer.models.text",
+    "TwoTowerEncoder": "ecoformer.models.text",
+}
+"""Our classes, and where they are."""
+_IMAGES = ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std")
+"""What timm knows of how a model's images are prepared."""
+_NEVER = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
+"""Arguments by which timm would open other files: a checkpoint must not make it do so."""
 
 
-def describe(model: nn.Module, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
+def describe(
+    model: nn.Module, arguments: dict[str, Any] | None = None, *, standalone: bool = True
+) -> dict[str, Any]:
     """What `rebuild` needs to make such a model; `arguments` are the constructor's where they do not show."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    architecture = {"library": None, "name": type(model).__name__}
     return {
-        "model": _architecture(model, arguments or {}),
+        "model": _architecture(model, arguments or {}) if standalone else architecture,
         "conversions": getattr(model, RECORD, []),
-        "dtype": str(dtype).removeprefix("torch."),
+        "attention": structure(model, ours_only=True),
     }
+
+
+def current_arguments(model: nn.Module) -> dict[str, Any] | None:
+    """What one of our models was built with, and what was changed since; None for other models."""
+    captured = getattr(model, "_hub_mixin_config", None)
+    if captured is None:
+        return None
+    # Where and in which precision it was built is no part of what it is.
+    known = {key: value for key, value in captured.items() if key not in ("device", "dtype")}
+    changeable = ("num_classes", "global_pool", "classes")
+    return known | {key: getattr(model, key) for key in changeable if hasattr(model, key)}
 
 
 def _architecture(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
     cls, anything = type(model), cast(Any, model)
-    captured = getattr(model, "_hub_mixin_config", None)
     settings = getattr(model, "pretrained_cfg", None)
-    if cls.__name__ in _OURS and cls.__module__.startswith("ecoformer."):
-        library, name, known = "ecoformer", cls.__name__, dict(captured or {})
-    elif isinstance(settings, dict) and settings.get("architecture"):
-        library, name = "timm", settings["architecture"]
-        known = _timm_arguments(model) if captured is None else dict(captured)
-    elif cls.__module__.startswith("transformers.") and hasattr(model, "config"):
+    known = current_arguments(model)
+    if isinstance(settings, dict) and settings.get("architecture"):
+        known = (_timm_arguments(model) if known is None else known) | arguments
+        images = {key: settings[key] for key in _IMAGES if settings.get(key) is not None}
+        return {"library": "timm", "name": settings["architecture"], "arguments": known, "images": images}
+    if known is not None and _OURS.get(cls.__name__) == cls.__module__:
+        return {"library": "ecoformer", "name": cls.__name__, "arguments": known | arguments}
+    if cls.__module__.startswith("transformers.") and hasattr(model, "config"):
         config = json.loads(anything.config.to_json_string(use_diff=False))
-        return {"library": "transformers", "name": cls.__name__, "config": config}
-    else:
-        return {"library": None, "name": cls.__name__}
-    if hasattr(model, "num_classes"):  # reset_classifier may have changed it
-        known["num_classes"] = anything.num_classes
-    return {"library": library, "name": name, "arguments": known | arguments}
+        implementation = getattr(anything.config, "_attn_implementation", None)
+        return {
+            "library": "transformers",
+            "name": cls.__name__,
+            "config": config,
+            "attention": implementation,
+        }
+    return {"library": None, "name": cls.__name__}
 
 
 def _timm_arguments(model: Any) -> dict[str, Any]:
     """What timm's models keep of their constructor's arguments."""
-    arguments = {
-        "global_pool": getattr(model, "global_pool", None),
-        "in_chans": getattr(model, "in_chans", None),
-    }
-    embed = getattr(model, "patch_embed", None)
-    size = getattr(embed, "img_size", None)
+    arguments = {name: getattr(model, name, None) for name in ("num_classes", "global_pool", "in_chans")}
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if size is not None:
         arguments["img_size"] = list(size)
+    if getattr(model, "dynamic_img_size", False):
+        arguments["dynamic_img_size"] = True
     return {key: value for key, value in arguments.items() if value is not None}
 
 
+def check_description(description: Any, source: str) -> None:
+    """Refuse what `describe` did not write."""
+    built = description.get("model") if isinstance(description, dict) else None
+    if not isinstance(built, dict) or not isinstance(built.get("name"), str) or "library" not in built:
+        raise CheckpointError(f"{source} was not written by ecoformer.save")
+    arguments = built.get("arguments", {})
+    names = {"library": built["library"], "arguments": arguments, "attention": description.get("attention")}
+    if not isinstance(arguments, dict) or not isinstance(names["attention"], dict):
+        raise CheckpointError(f"{source} is damaged: its description is not what ecoformer.save writes")
+    if ":" in built["name"] or _NEVER & set(arguments):
+        raise CheckpointError(f"{source} names files other than itself, which are not opened")
+    records = description.get("conversions")
+    for record in records if isinstance(records, list) else [None]:
+        if not isinstance(record, dict) or not isinstance(record.get("layers"), dict):
+            raise CheckpointError(f"{source} is damaged: it does not say how layers were converted")
+
+
 def rebuild(description: dict[str, Any]) -> nn.Module:
-    """A model as described, with fresh weights."""
+    """A model as described, with fresh weights; the global random state is left alone."""
     built = description["model"]
     name, library = built["name"], built["library"]
-    if library == "timm":
-        model = _timm(name, built["arguments"])
-    elif library == "transformers":
-        model = _transformers(name, built["config"])
-    elif library == "ecoformer" and name in _OURS:
-        model = getattr(importlib.import_module(_OURS[name]), name)(**built["arguments"])
-    else:
-        raise CheckpointError(
-            f"the file holds a {name}, which cannot be built from its name: build it and pass it as "
-            "ecoformer.load(path, model)"
-        )
-    return prepare(model, description)
+    with torch.random.fork_rng(devices=[]):
+        if library == "timm":
+            model = _timm(name, built["arguments"], built.get("images", {}))
+        elif library == "transformers":
+            model = _transformers(name, built["config"], built.get("attention"))
+        elif library == "ecoformer" and name in _OURS:
+            model = getattr(importlib.import_module(_OURS[name]), name)(**_tuples(built["arguments"]))
+        else:
+            raise CheckpointError(
+                f"the file holds a {name}, which cannot be built from its name: build it and pass it as "
+                "ecoformer.load(path, model)"
+            )
+        return prepare(model, description)
 
 
 def prepare(model: nn.Module, description: dict[str, Any]) -> nn.Module:
     """Do to a bare model what was done to the described one."""
     for record in description["conversions"]:
         for layer, settings in record["layers"].items():
-            convert(model, record["mechanism"], layers=[_escape(layer)], **settings)
-    setattr(model, RECORD, list(description["conversions"]))
-    dtype = getattr(torch, description["dtype"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"the file names an unknown dtype: {description['dtype']!r}")
-    return model.to(dtype)
+            convert(model, record["mechanism"], layers=[_escape(layer)], **_tuples(settings))
+    if description["conversions"]:
+        setattr(model, RECORD, list(description["conversions"]))
+    return model
 
 
 def _escape(name: str) -> str:
@@ -96,27 +136,37 @@ def _escape(name: str) -> str:
     return "".join(f"[{c}]" if c in "[*?" else c for c in name)
 
 
-def _timm(name: str, arguments: dict[str, Any]) -> nn.Module:
+def _tuples(arguments: dict[str, Any]) -> dict[str, Any]:
+    """JSON knows lists only."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+
+
+def _timm(name: str, arguments: dict[str, Any], images: dict[str, Any]) -> nn.Module:
     with _needs("timm", name):
         import timm
-    arguments = {key: tuple(v) if isinstance(v, list) else v for key, v in arguments.items()}
-    model: nn.Module = timm.create_model(name, **arguments)
+    if not timm.is_model(name):
+        raise CheckpointError(f"timm {timm.__version__} has no model {name!r}")
+    model: nn.Module = timm.create_model(name, **_tuples(arguments))
+    settings = getattr(model, "pretrained_cfg", None)
+    if isinstance(settings, dict):
+        settings.update(_tuples(images))
     return model
 
 
-def _transformers(name: str, config: dict[str, Any]) -> nn.Module:
+def _transformers(name: str, config: dict[str, Any], attention: str | None) -> nn.Module:
     with _needs("transformers", name):
         import transformers
-    cls = getattr(transformers, name, None)
+    cls: Any = getattr(transformers, name, None)
     if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
-        raise CheckpointError(f"transformers {transformers.__version__} has no model class {name}")
-    model: nn.Module = cls(cast(Any, cls.config_class).from_dict(config))
-    return model
+        raise CheckpointError(f"transformers {transformers.__version__} has no model class {name!r}")
+    anything = cast(Any, cls)
+    built = anything._from_config(anything.config_class.from_dict(config), attn_implementation=attention)
+    return cast(nn.Module, built)
 
 
 @contextlib.contextmanager
 def _needs(package: str, name: str) -> Iterator[None]:
     try:
         yield
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise ImportError(f"{name} is built by {package}: pip install {package}") from error

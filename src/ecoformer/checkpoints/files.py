@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -11,25 +13,35 @@ import torch
 from torch import Tensor, nn
 
 from ecoformer import storage
-from ecoformer.checkpoints.describe import describe, prepare, rebuild
+from ecoformer.checkpoints.describe import check_description, describe, prepare, rebuild
+from ecoformer.checkpoints.structure import difference, structure
 from ecoformer.conversion.verb import RECORD
 from ecoformer.storage import CheckpointError
 
 
-def save(model: nn.Module, path: str | PathLike[str], *, arguments: dict[str, Any] | None = None) -> Path:
+def save(
+    model: nn.Module,
+    path: str | PathLike[str],
+    *,
+    arguments: dict[str, Any] | None = None,
+    standalone: bool = True,
+) -> Path:
     """Write `model` to a safetensors file with its config inside, so that `load(path)` needs nothing else.
 
     The file is written aside and put in place when it is whole. Weights, hash functions and whether they are
-    fitted are all in it.
+    fitted are all in it; how training goes on (optimiser, dropout of timm's originals) is not.
 
     Args:
         model: one of ours, of timm's or of Hugging Face's, converted or not. Any other module can be saved
             too; to load it, pass such a module to `load`.
         path: where to; the folder must be there.
-        arguments: those of `timm.create_model` that a timm model does not remember. It is checked that the
-            file can be loaded; where it could not, the error asks for them.
+        arguments: those of `timm.create_model` that a timm model does not remember. It is checked that
+            `load(path)` will build the same model; where it would not, the error says what differs.
+        standalone: False leaves out how the model is built, for one that was changed by hand. `load` then
+            needs such a model.
     """
-    description = describe(model, arguments)
+    description = describe(model, arguments, standalone=standalone)
+    storage.check_config(description)
     if description["model"]["library"] is not None:
         _check_rebuilds(model, description)
     return storage.write(path, model.state_dict(), description)
@@ -42,51 +54,88 @@ def load(
 
     Args:
         path: the file.
-        model: where the file's model is of a class that no library here builds: such a model, converted or
-            not. It is converted and loaded in place; an error leaves it as it was.
+        model: where no library here builds the file's model: such a model, converted in the same way or not
+            at all. It is converted and loaded in place and keeps its dtypes; an error leaves it as it was.
         device: where to put the weights, if no `model` is given.
     """
+    source = str(path)
     tensors, description = storage.read(path)
-    if not {"model", "conversions", "dtype"} <= set(description):
-        raise CheckpointError(f"{path} was not written by ecoformer.save")
+    check_description(description, source)
     if model is None:
-        new = rebuild(description)
-        storage.load_into(new, tensors, source=str(path))
+        with _blaming(f"{source} does not describe a model that can be built"):
+            new = rebuild(description)
+        _check_attention(new, description, source)
+        _take_dtypes(new, tensors)
+        storage.load_into(new, tensors, source=source)
         return new.to(device).eval()
-    if not getattr(model, RECORD, []):
-        rehearsal = _on_meta(model)
-        prepare(rehearsal, description)
-        _check_same(tensors, rehearsal.state_dict(), str(path))
-        prepare(model, description)
-    storage.load_into(model, tensors, source=str(path))
+    # Everything is tried on a copy without data first.
+    rehearsal = _on_meta(model)
+    bare = not structure(model, ours_only=True)
+    steps = description if bare else description | {"conversions": []}
+    with _blaming(f"{source} does not fit {type(model).__name__}"):
+        prepare(rehearsal, steps)
+    _check_attention(rehearsal, description, source)
+    storage.check_fit(rehearsal, tensors, source=source)
+    prepare(model, steps)
+    storage.load_into(model, tensors, source=source)
     return model.eval()
 
 
 def _check_rebuilds(model: nn.Module, description: dict[str, Any]) -> None:
-    with torch.random.fork_rng(devices=[]):
-        again = rebuild(description).state_dict()
-    own = model.state_dict()
-    odd = [name for name in {**own, **again} if _shape(own, name) != _shape(again, name)]
+    name, arguments = description["model"]["name"], description["model"].get("arguments", {})
+    remedy = (
+        "pass save(..., arguments={...}) with what it was created with, or standalone=False, and such a "
+        "model to load"
+    )
+    try:
+        again = rebuild(description)
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
+        raise ValueError(f"{name} cannot be built with {arguments} ({_line(error)}): {remedy}") from error
+    odd = difference(structure(model), structure(again)) or _other_shapes(model, again)
+    if type(model) is not type(again):
+        odd = f"it is a {type(model).__name__}, not a {type(again).__name__}"
     if odd:
-        name = description["model"]["name"]
-        raise ValueError(
-            f"a {name} built with {description['model'].get('arguments', {})} would differ in {odd[0]} "
-            f"({_shape(own, odd[0])} here, {_shape(again, odd[0])} there) and {len(odd) - 1} more: pass "
-            "save(..., arguments={...}) with what it was created with"
-        )
+        raise ValueError(f"another {name} would come back, built with {arguments} ({odd}): {remedy}")
 
 
-def _check_same(tensors: dict[str, Tensor], state: dict[str, Tensor], source: str) -> None:
-    odd = [name for name in {**tensors, **state} if _shape(tensors, name) != _shape(state, name)]
+def _other_shapes(model: nn.Module, again: nn.Module) -> str | None:
+    ours, theirs = model.state_dict(), again.state_dict()
+    shapes = [{name: tuple(t.shape) for name, t in state.items()} for state in (ours, theirs)]
+    for name in {**ours, **theirs}:
+        here, there = (shape.get(name, "missing") for shape in shapes)
+        if here != there:
+            return f"{name} is {here} against {there}"
+    return None
+
+
+def _check_attention(model: nn.Module, description: dict[str, Any], source: str) -> None:
+    """A mechanism or a setting that leaves no trace in the tensors must be the file's."""
+    odd = difference(structure(model, ours_only=True), description["attention"])
     if odd:
-        raise CheckpointError(
-            f"{source} does not fit the model: {odd[0]} is {_shape(tensors, odd[0])} in the file and "
-            f"{_shape(state, odd[0])} in the model, and {len(odd) - 1} more differ"
-        )
+        known = " (it is converted already: pass it as it was before)" if getattr(model, RECORD, []) else ""
+        raise CheckpointError(f"{source} holds another model: {odd} in the file{known}")
 
 
-def _shape(state: dict[str, Tensor], name: str) -> tuple[int, ...] | str:
-    return tuple(state[name].shape) if name in state else "missing"
+def _take_dtypes(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Give every parameter and buffer the precision that it was saved in."""
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        own = state.get(name)
+        if own is not None and own.is_floating_point() and tensor.is_floating_point():
+            own.data = own.data.to(tensor.dtype)
+
+
+@contextlib.contextmanager
+def _blaming(what: str) -> Iterator[None]:
+    """What goes wrong while a model is built from a file is the file's fault."""
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError, AttributeError, LookupError, AssertionError) as error:
+        raise CheckpointError(f"{what}: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _on_meta(model: nn.Module) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from huggingface_hub import ModelHubMixin, constants, hf_hub_download
 from torch import nn
 from typing_extensions import Self
 
+from ecoformer.checkpoints.describe import current_arguments
 from ecoformer.checkpoints.files import load, save
 
 FILE = constants.SAFETENSORS_SINGLE_FILE
@@ -26,6 +28,8 @@ class HubMixin(
     def _save_pretrained(self, save_directory: Path) -> None:
         if not isinstance(self, nn.Module):
             raise TypeError(f"{type(self).__name__} is no module")
+        # config.json is written from this: classifiers may have been replaced since the model was built.
+        self._hub_mixin_config = current_arguments(self)
         save(self, save_directory / FILE)
 
     @classmethod
@@ -57,8 +61,26 @@ class HubMixin(
                 )
             )
         model = load(path, device=map_location)
+        known = _as_json(current_arguments(model) or {})
+        other = [key for key, value in _as_json(model_kwargs).items() if known.get(key, value) != value]
+        if other:
+            raise ValueError(
+                f"{path} holds a model with {other[0]}={known[other[0]]!r}, not {model_kwargs[other[0]]!r}: "
+                "load it as it is and change it then, as with reset_classifier"
+            )
         if not isinstance(model, cls):
             raise TypeError(
                 f"{path} holds a {type(model).__name__}, not a {cls.__name__}: use ecoformer.load(path)"
             )
         return model
+
+
+def _as_json(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Tuples become lists, as in config.json; what JSON cannot hold is left out."""
+    kept = {}
+    for key, value in arguments.items():
+        try:
+            kept[key] = json.loads(json.dumps(value))
+        except (TypeError, ValueError):
+            continue
+    return kept

@@ -1,1 +1,39 @@
-"""The command line."""
+"""The command line: `ecoformer`, or `python -m ecoformer`. One file a command, no logic of its own."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from ecoformer import __version__
+from ecoformer.cli.convert import convert
+from ecoformer.cli.info import info
+
+app = typer.Typer(
+    name="ecoformer",
+    help="Energy-saving attention with linear complexity for PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+app.command()(convert)
+app.command()(info)
+
+
+@app.callback(invoke_without_command=True)
+def version(show: bool = typer.Option(False, "--version", help="Show the version and exit.")) -> None:
+    """Energy-saving attention with linear complexity for PyTorch."""
+    if show:
+        typer.echo(f"ecoformer {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run a command; what a user did wrong is one line, not a traceback."""
+    try:
+        app()
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        typer.echo(f"ecoformer: {' '.join(str(error).split())}", err=True)
+        sys.exit(1)

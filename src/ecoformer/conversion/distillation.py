@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from ecoformer.arguments import shape
 from ecoformer.attention import Attention
 from ecoformer.conversion.rules import Adapter
-from ecoformer.hashing import fit_hashers, hashers_of
-from ecoformer.hashing.fitting import Forward, move, run
+from ecoformer.hashing import FitOptions, fit_hashers, hashers_of
+from ecoformer.hashing.fitting import Forward, check_batches, move, run
 
 Loss = Literal["mse", "kl", "cosine"] | Callable[[Tensor, Tensor], Tensor]
 Output = Callable[[Any, Any], Tensor]
@@ -60,6 +60,7 @@ def distill(
     loss: Loss = "mse",
     layers: float = 0.0,
     refit_every: int = 0,
+    fit_options: FitOptions | None = None,
     output: Output | None = None,
     forward: Forward | None = None,
     progress: bool = True,
@@ -67,8 +68,8 @@ def distill(
     """Train `student` in place to give the outputs of `teacher`; no labels are needed.
 
     AdamW with linear warm-up and cosine decay. Both models run in eval mode, without dropout, as the paper
-    fine-tunes; modes are restored. A loss that is not finite stops the training with the weights of the step
-    before.
+    fine-tunes; modes are restored. A loss or a gradient that is not finite stops the training; the weights
+    are then the last that gave finite ones.
 
     Args:
         student: a converted model with fitted hashers.
@@ -84,34 +85,38 @@ def distill(
             embeddings, or a function of the student's and the teacher's output.
         layers: weight of a second loss: the attention outputs, layer by layer, of the converted layers.
         refit_every: fit the hash functions again after so many steps, because the tokens move; 0 for never.
+        fit_options: how to fit them then.
         output: `output(result, batch)` picks the tensor to compare, if not the result itself, its logits or
             its last hidden state (of tokens that are no padding).
         forward: how to run a batch, `forward(model, batch)`, if not `model(inputs)` or `model(**mapping)`.
         progress: show a progress bar on a terminal.
     """
+    check_batches(batches)
     pairs = _check(student, teacher, steps, layers)
     parameters = [p for p in student.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, steps, warmup))
     device = parameters[0].device
+    safe = _Weights(parameters)
     course = _Course(student, teacher, pairs, _loss(loss), output or _pick, forward or run)
     outputs: list[float] = []
     of_layers: list[float] = []
     with _eval_mode(student, teacher), _bar(steps, progress) as advance:
         for step, batch in enumerate(_endless(batches, steps)):
             if refit_every and step and step % refit_every == 0 and hashers_of(student):
-                fit_hashers(student, [batch], seed=step, forward=forward, progress=False)
+                fit_hashers(student, [batch], seed=step, options=fit_options, forward=forward, progress=False)
             main, local = course.losses(move(batch, device))
             total = main + layers * local
-            if not bool(total.isfinite()):
-                raise FloatingPointError(
-                    f"the loss is {float(total)} at step {step}; the weights are those of the step before: "
-                    f"lower lr={lr}"
-                )
             optimiser.zero_grad()
             torch.autograd.backward(total)
-            if clip:
-                nn.utils.clip_grad_norm_(parameters, clip)
+            norm = nn.utils.clip_grad_norm_(parameters, clip or math.inf)
+            if not bool(total.detach().isfinite() & norm.isfinite()):
+                safe.restore()
+                raise FloatingPointError(
+                    f"loss {float(total.detach())} with a gradient of norm {float(norm)} at step {step}; the "
+                    f"weights are the last that gave finite ones: lower lr={lr}"
+                )
+            safe.keep()
             optimiser.step()
             schedule.step()
             outputs.append(float(main.detach()))
@@ -120,6 +125,22 @@ def distill(
             advance(outputs[-1])
     student.zero_grad()
     return Distillation(tuple(outputs), tuple(of_layers))
+
+
+class _Weights:
+    """The weights of the last step that went well."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.parameters = list(parameters)
+        self.kept = [parameter.detach().clone() for parameter in self.parameters]
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        torch._foreach_copy_(self.kept, self.parameters)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        torch._foreach_copy_(self.parameters, self.kept)
 
 
 @dataclass(frozen=True)
@@ -176,8 +197,10 @@ def _check(
     student: nn.Module, teacher: nn.Module, steps: int, layers: float
 ) -> dict[str, tuple[nn.Module, nn.Module]]:
     """Pairs of layers to compare, by name."""
-    shared = {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}
-    if student is teacher or shared:
+    places = [
+        {p.untyped_storage().data_ptr() for p in m.parameters() if p.numel()} for m in (student, teacher)
+    ]
+    if student is teacher or places[0] & places[1]:
         raise ValueError(
             "student and teacher share weights, because convert works in place: keep "
             "teacher = copy.deepcopy(model) before converting"
@@ -194,6 +217,10 @@ def _check(
         what = f"the teacher has no layer {missing[0]!r}" if missing else "the student has no converted layer"
         raise ValueError(f"layers={layers} compares layers of the same name, but {what}: pass layers=0")
     return {name: (student.get_submodule(name), modules[name]) for name in outermost}
+
+
+def _memory_of(model: nn.Module) -> set[int]:
+    return {p.untyped_storage().data_ptr() for p in model.parameters() if p.numel()}
 
 
 def _rate(step: int, steps: int, warmup: float) -> float:
@@ -231,7 +258,7 @@ def _pick(result: Any, batch: Any) -> Tensor:
     if isinstance(result, Mapping):
         for name in ("logits", "last_hidden_state"):
             if isinstance(result.get(name), Tensor):
-                return _of_seen(result[name], _seen(batch)) if name == "last_hidden_state" else result[name]
+                return _of_seen(result[name], _seen(batch))
     if isinstance(result, (tuple, list)) and result and isinstance(result[0], Tensor):
         return result[0]
     raise TypeError(f"cannot tell what to compare in a {type(result).__name__}: pass output=")
@@ -259,9 +286,13 @@ def _listening(layers: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
         return hook
 
     hooks = [layer.register_forward_hook(make_hook(name)) for name, layer in layers.items()]
+    short_cut = torch.backends.mha.get_fastpath_enabled()
+    if layers:  # nn.TransformerEncoder's passes by its layers, or drops the padding on the way
+        torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield heard
     finally:
+        torch.backends.mha.set_fastpath_enabled(short_cut)
         for hook in hooks:
             hook.remove()
 

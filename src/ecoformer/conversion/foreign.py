@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ecoformer.attention.weights import Projections, projections_of, rate_of
-from ecoformer.conversion.masks import is_causal_mask, key_padding
+from ecoformer.conversion.masks import is_causal_mask, key_padding, padding_of_tokens
 from ecoformer.conversion.rules import Call, Image, register_conversion
 
 
@@ -26,16 +26,32 @@ def call_timm(attention: Call, x: Tensor, attn_mask: Tensor | None = None, is_ca
     return attention(x, key_padding_mask=key_padding(attn_mask, x), is_causal=is_causal)
 
 
+_REFUSED = (
+    "encoder_hidden_states",
+    "past_key_values",
+    "past_key_value",
+    "head_mask",
+    "output_attentions",
+    "position_embeddings",
+    "position_bias",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "is_causal",
+)
+"""What would change the result of attention, and cannot here."""
+
+
 def call_transformers(
     attention: Call, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> tuple[Any, None]:
     """Hugging Face's encoders; there are no attention weights to return."""
-    harmless = ("use_cache", "return_dict", "output_hidden_states", "position_ids", "cache_position")
-    asked = [name for name, value in kwargs.items() if _given(value) and name not in harmless]
+    # Other keyword arguments pass through every layer on their way to one that wants them.
+    asked = [name for name in _REFUSED if _given(kwargs.get(name))]
     if asked or any(_given(value) for value in args):
         names = ", ".join(asked) or "further arguments"
         raise ValueError(f"a converted attention layer was called with {names}, which it cannot honour")
-    return attention(hidden_states, key_padding_mask=key_padding(attention_mask, hidden_states)), None
+    padding = padding_of_tokens(attention_mask, hidden_states)
+    return attention(hidden_states, key_padding_mask=padding), None
 
 
 def call_multihead(
@@ -112,10 +128,15 @@ def _refuse_transformers(layer: Any) -> str | None:
     return None
 
 
+def _batch_first(layer: nn.MultiheadAttention) -> dict[str, Any]:
+    return {"batch_first": layer.batch_first}
+
+
 def _timm_image(model: Any) -> Image | None:
-    embed = getattr(model, "patch_embed", None)
-    grid = getattr(embed, "grid_size", None)
-    if grid is None or getattr(model, "dynamic_img_size", False):
+    """Only ViT is known to keep one grid throughout."""
+    is_vit = any(cls.__name__ == "VisionTransformer" for cls in type(model).__mro__)
+    grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
+    if not is_vit or grid is None or getattr(model, "dynamic_img_size", False):
         return None
     return Image((int(grid[0]), int(grid[1])), int(getattr(model, "num_prefix_tokens", 0)))
 
@@ -161,17 +182,22 @@ _TRANSFORMERS_VISION = {
     "vit.modeling_vit": "ViTAttention",
     "vit_msn.modeling_vit_msn": "ViTMSNAttention",
 }
+_ONE_GRID = ("DeiTAttention", "ViTAttention", "ViTMSNAttention")
+"""Dinov2 takes images of any shape, so that its config does not tell the grid."""
 for _module, _class in (_TRANSFORMERS_TEXT | _TRANSFORMERS_VISION).items():
     register_conversion(
         f"transformers.models.{_module}.{_class}",
         projections=_separate,
         call=call_transformers,
         refuse=_refuse_transformers,
-        image=_transformers_image if _module in _TRANSFORMERS_VISION else None,
+        # Dinov2 takes images of any shape, so that its config does not tell the grid.
+        image=_transformers_image
+        if _module in _TRANSFORMERS_VISION and _class != "Dinov2Attention"
+        else None,
     )
 register_conversion(
     nn.MultiheadAttention,
     projections=projections_of,
     call=call_multihead,
-    bind=lambda layer: {"batch_first": layer.batch_first},
+    bind=_batch_first,
 )

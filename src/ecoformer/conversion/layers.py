@@ -54,16 +54,24 @@ def find_layers(model: nn.Module) -> list[Found]:
     """All attention layers of `model`, in its order: convertible ones, refused ones, and those unknown."""
     found: list[Found] = []
     inside: tuple[str, ...] = ()
+    crossing = _attending_elsewhere(model)
     for name, module in model.named_modules():
         if inside and name.startswith(inside):
             continue
         layer = _examine(name, module)
+        if module in crossing:
+            layer = Found(name, module, refusal="it attends to another sequence")
         if layer is not None:
             found.append(layer)
             if layer.source is not None or layer.rule is not None:
                 inside = (f"{name}.",) if name else ("",)
     known = [layer for layer in found if layer.source is not None or layer.rule is not None]
     return [f for f in found if f in known or not _holds(f, found)]
+
+
+def _attending_elsewhere(model: nn.Module) -> set[nn.Module]:
+    """Layers of a class that has a rule, but whose keys come from another sequence."""
+    return {m.multihead_attn for m in model.modules() if isinstance(m, nn.TransformerDecoderLayer)}
 
 
 def _holds(outer: Found, all_found: list[Found]) -> bool:
@@ -75,7 +83,7 @@ def _holds(outer: Found, all_found: list[Found]) -> bool:
 
 def _examine(name: str, module: nn.Module) -> Found | None:
     if isinstance(module, Adapter):
-        return Found(name, module, source=projections_of(module.attention))
+        return Found(name, module, module.rule, projections_of(module.attention))
     if isinstance(module, Attention):
         return Found(name, module, source=projections_of(module))
     rule = rule_for(module)
@@ -87,13 +95,15 @@ def _examine(name: str, module: nn.Module) -> Found | None:
 
 
 def _by_rule(name: str, layer: nn.Module, rule: Rule) -> Found:
-    refusal = rule.refuse(layer)
+    refusal = rule.refuse(layer) if rule.refuse is not None else None
     if refusal is None:
         try:
             source = rule.projections(layer)
             source.check(type(layer).__name__)
         except (ValueError, TypeError) as error:
             refusal = str(error)
+        except (AttributeError, LookupError) as error:
+            refusal = f"its rule cannot read it ({type(error).__name__}: {error})"
         else:
             more = unread_parameters(layer, source, rule.drops)
             if not more:
@@ -119,6 +129,8 @@ def choose(found: list[Found], layers: Selection) -> dict[str, str | None]:
         return {f.name: _left_by_default(f, found) for f in found}
     if callable(layers):
         return {f.name: None if layers(f.name, f.layer) else "not chosen" for f in found}
+    if not isinstance(layers, (str, Iterable)):
+        raise TypeError(f"layers must be a pattern, several, or a function, got {type(layers).__name__}")
     patterns = [layers] if isinstance(layers, str) else list(layers)
     patterns = ["*" if pattern == "all" else pattern for pattern in patterns]
     for pattern in patterns:
@@ -132,10 +144,17 @@ def choose(found: list[Found], layers: Selection) -> dict[str, str | None]:
 def _left_by_default(layer: Found, found: list[Found]) -> str | None:
     if layer.source is None:
         return None if layer.rule is not None else layer.refusal
-    widths = [f.source.dim for f in found if f.source is not None]
-    if len(set(widths)) > 1 and layer.source.dim == widths[-1]:
-        return f"last stage ({widths[-1]} channels)"
+    stages = [f for f in found if f.source is not None]
+    while len(stages) > 1 and stages[-1] is not layer and _width(stages[-1]) == layer.source.dim:
+        stages.pop()
+    # What is left ends with this layer if only layers of its width come after it.
+    if stages[-1] is layer and len({_width(f) for f in found if f.source is not None}) > 1:
+        return f"last stage ({layer.source.dim} channels)"
     return None
+
+
+def _width(found: Found) -> int:
+    return 0 if found.source is None else found.source.dim
 
 
 def _names(found: list[Found]) -> list[str]:

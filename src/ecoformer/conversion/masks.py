@@ -13,29 +13,35 @@ from ecoformer.arguments import shape
 def key_padding(mask: Any, x: Tensor) -> Tensor | None:
     """A mask of `scaled_dot_product_attention` over tokens `x` (B, N, C) as (B, N), True where padding.
 
-    `mask` is None, (B, N) with true or 1 where a token counts, or broadcasts to (B, heads, N, N): boolean,
-    true where a key is seen, or added to the scores (0, or a number too low to matter). Every query must see
-    the same keys.
+    `mask` is None or broadcasts to (B, heads, N, N): boolean, true where a key is seen, or added to the
+    scores (0, or a number too low to matter). Every query must see the same keys.
     """
     if mask is None:
         return None
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask must be a tensor, got {type(mask).__name__}")
     batch, n = x.shape[:2]
-    if mask.ndim == 2 and mask.shape == (batch, n) and not mask.is_floating_point():
-        return ~mask.bool()
-    if mask.ndim != 4 or mask.shape[-1] != n or mask.shape[0] not in (1, batch):
+    given = shape(mask)
+    if mask.ndim == 2:
+        mask = mask[None, None]
+    if mask.ndim != 4 or mask.shape[3] != n or mask.shape[2] not in (1, n) or mask.shape[0] not in (1, batch):
         raise ValueError(
-            f"attention_mask must be (B, N) = {(batch, n)} or (B, 1, 1 or N, N), got {shape(mask)}: linear "
-            "attention knows padding of keys and causal order only"
+            f"attention_mask must broadcast to (B, heads, N, N) with B = {batch} and N = {n}, got {given}"
         )
     row = mask[:, 0, 0]
     if not _same_for_all(mask, row):
         raise ValueError(
-            f"attention_mask {shape(mask)} differs between queries or heads: linear attention knows padding "
+            f"attention_mask {given} differs between queries or heads: linear attention knows padding "
             "of keys only"
         )
-    return (_unseen(row)).expand(batch, n)
+    return _unseen(row).expand(batch, n)
+
+
+def padding_of_tokens(mask: Any, x: Tensor) -> Tensor | None:
+    """As `key_padding`, of a mask that may also be (B, N) with true or 1 where a token counts."""
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape == x.shape[:2]:
+        return ~mask.bool()
+    return key_padding(mask, x)
 
 
 def _same_for_all(mask: Tensor, row: Tensor) -> bool:
@@ -62,5 +68,9 @@ def _unseen(row: Tensor) -> Tensor:
 
 def is_causal_mask(mask: Tensor, n: int) -> bool:
     """Whether an (N, N) mask of `nn.MultiheadAttention` (true, minus infinity: hidden) is causal."""
-    hidden = mask if mask.dtype == torch.bool else mask == -torch.inf
-    return mask.shape == (n, n) and torch.equal(hidden, torch.ones_like(hidden).triu(1))
+    if mask.shape != (n, n):
+        return False
+    causal = torch.ones(n, n, dtype=torch.bool, device=mask.device).triu(1)
+    if mask.dtype != torch.bool:
+        return torch.equal(mask, torch.zeros_like(mask).masked_fill(causal, -torch.inf))
+    return torch.equal(mask, causal)

@@ -42,9 +42,9 @@ class Conversion:
         return {
             "model": self.model,
             "mechanism": self.mechanism,
-            "config": self.config,
+            "config": dict(self.config),
             "replaced": [vars(layer) | {"left_behind": list(layer.left_behind)} for layer in self.replaced],
-            "left": [vars(layer) for layer in self.left],
+            "left": [dict(vars(layer)) for layer in self.left],
             "notes": list(self.notes),
         }
 

@@ -29,10 +29,10 @@ class Rule:
     projections: Callable[[nn.Module], Projections]
     call: Call
     drops: tuple[str, ...] = ()
-    refuse: Callable[[nn.Module], str | None] = lambda layer: None
+    refuse: Callable[[nn.Module], str | None] | None = None
     passes_grid: bool = False
-    image: Callable[[nn.Module], Image | None] = lambda model: None
-    bind: Callable[[nn.Module], dict[str, Any]] = lambda layer: {}
+    image: Callable[[nn.Module], Image | None] | None = None
+    bind: Callable[[Any], dict[str, Any]] | None = None
 
 
 _RULES: dict[str, Rule] = {}
@@ -76,10 +76,8 @@ def register_conversion(
     ... )
     """
     name = layer_class if isinstance(layer_class, str) else dotted_name(layer_class)
-    optional = {"refuse": refuse, "image": image, "bind": bind}
-    given: dict[str, Any] = {key: value for key, value in optional.items() if value is not None}
     drops = (drops,) if isinstance(drops, str) else tuple(drops)
-    _RULES[name] = Rule(projections, call, drops, passes_grid=passes_grid, **given)
+    _RULES[name] = Rule(projections, call, drops, refuse, passes_grid, image, bind)
 
 
 def rule_for(layer: nn.Module) -> Rule | None:
@@ -98,13 +96,13 @@ class Adapter(nn.Module):
     def __init__(
         self,
         attention: Attention,
-        call: Call,
+        rule: Rule,
         image: Image | None = None,
         bound: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.attention = attention
-        self.call, self.image, self.bound = call, image, bound or {}
+        self.rule, self.image, self.bound = rule, image, bound or {}
         # nn.TransformerEncoderLayer asks before it takes a short cut past the layer.
         self.batch_first = False
 
@@ -113,4 +111,4 @@ class Adapter(nn.Module):
         attend: Callable[..., Any] = self.attention
         if self.image is not None:
             attend = partial(attend, grid=self.image.grid, prefix=self.image.prefix)
-        return self.call(attend, *args, **kwargs, **self.bound)
+        return self.rule.call(attend, *args, **kwargs, **self.bound)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ecoformer.attention import Attention, HashedAttention, attention_class
+from ecoformer.attention.weights import Projections
 from ecoformer.conversion.layers import Found, Selection, choose, find_layers
 from ecoformer.conversion.report import Conversion, Left, Replaced
 from ecoformer.conversion.rules import Adapter, Image
-from ecoformer.hashing.fitting import move
 
 RECORD = "ecoformer_conversions"
 """Attribute of a converted model: what was done to it, so that a checkpoint can do it again."""
@@ -55,16 +56,17 @@ def convert(
     images = [_image(model, f, config.get("local", 0)) for f in chosen]
     # All are built before any is put in place, so that an error leaves the model as it was.
     new = [_build(cls, f, s) for f, s in zip(chosen, settings, strict=True)]
+    bound = [f.rule.bind(f.layer) if f.rule and f.rule.bind and not f.ours else {} for f in chosen]
     report = Conversion(
         type(model).__name__,
         mechanism,
         dict(config),
         tuple(_replaced(f) for f in chosen),
         tuple(Left(f.name, f.kind, why or "") for f in found if (why := why_left[f.name]) is not None),
-        tuple(_notes(model, cls, chosen, config)),
+        tuple(_notes(model, chosen, new)),
     )
-    for f, attention, image in zip(chosen, new, images, strict=True):
-        _put(model, f, attention, image)
+    for f, attention, image, knowledge in zip(chosen, new, images, bound, strict=True):
+        _put(model, f, attention, image, knowledge)
     record = {"mechanism": mechanism, "layers": {f.name: s for f, s in zip(chosen, settings, strict=True)}}
     setattr(model, RECORD, [*getattr(model, RECORD, []), record])
     return report
@@ -118,28 +120,30 @@ def _example(model: nn.Module, cls: type[Attention], example: Any) -> Any:
         raise ValueError(
             f"{cls.name} is sized by the number of tokens: pass seq_len=, or example= an input of the model"
         )
-    channels = getattr(model, "in_chans", size[0])
-    return torch.zeros(1, channels, *size[1:])
+    height, width = getattr(getattr(model, "patch_embed", None), "img_size", None) or size[1:]
+    return torch.zeros(1, getattr(model, "in_chans", size[0]), height, width)
 
 
 @torch.no_grad()
 def _count_tokens(model: nn.Module, layers: list[nn.Module], example: Any) -> dict[nn.Module, int]:
-    """How many tokens each layer sees when the model runs on `example`; only shapes are computed."""
+    """How many tokens each layer sees when the model runs on `example`."""
     tokens: dict[nn.Module, int] = {}
 
-    def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
-        tokens[layer] = x.shape[0 if getattr(layer, "batch_first", True) is False else 1]
+    def listen(layer: nn.Module) -> Any:
+        inner = layer.attention if isinstance(layer, Adapter) else layer
+        sequence_first = isinstance(inner, nn.MultiheadAttention) and not inner.batch_first
 
-    hooks = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in layers]
-    state = {name: t.to("meta") for name, t in (*model.named_parameters(), *model.named_buffers())}
-    meta = torch.device("meta")
-    args: tuple[Any, ...] = () if isinstance(example, dict) else (move(example, meta),)
-    kwargs = move(example, meta) if isinstance(example, dict) else {}
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+            tokens[layer] = x.shape[0 if sequence_first else 1]
+
+        return inner.register_forward_pre_hook(hook, with_kwargs=True)
+
+    hooks = [listen(layer) for layer in layers]
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        torch.func.functional_call(model, state, args, kwargs)
+        _run(model, example)
     finally:
         for module, mode in training.items():
             module.training = mode
@@ -148,11 +152,39 @@ def _count_tokens(model: nn.Module, layers: list[nn.Module], example: Any) -> di
     return tokens
 
 
+def _run(model: nn.Module, example: Any) -> None:
+    """On shapes only; for real where a model wants to look at its inputs."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    dtype = next((t.dtype for _, t in tensors if t.is_floating_point()), None)
+    if isinstance(example, Mapping):
+        example = dict(example)
+
+    def call(device: torch.device | str, state: dict[str, Tensor]) -> None:
+        inputs = _as_inputs(example, device, dtype)
+        args, kwargs = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
+        torch.func.functional_call(model, state, args, kwargs)
+
+    try:
+        call("meta", {name: tensor.to("meta") for name, tensor in tensors})
+    except (RuntimeError, NotImplementedError):
+        call(next((t.device for _, t in tensors), torch.device("cpu")), {})
+
+
+def _as_inputs(example: Any, device: torch.device | str, dtype: torch.dtype | None) -> Any:
+    """The example where the model is, in its precision."""
+    if isinstance(example, dict):
+        return {key: _as_inputs(value, device, dtype) for key, value in example.items()}
+    if not isinstance(example, Tensor):
+        return example
+    return example.to(device, dtype if example.is_floating_point() else None)
+
+
 def _image(model: nn.Module, found: Found, local: int | tuple[int, int]) -> Image | None:
     """What the layer must be told of the image for a two-dimensional local branch."""
-    if isinstance(local, int) or found.rule is None or found.rule.passes_grid:
-        return found.layer.image if isinstance(found.layer, Adapter) else None
-    image = found.rule.image(model)
+    known = found.layer.image if isinstance(found.layer, Adapter) else None
+    if isinstance(local, int) or found.rule is None or found.rule.passes_grid or known is not None:
+        return known
+    image = found.rule.image(model) if found.rule.image is not None else None
     if image is None:
         raise ValueError(
             f"local={local} needs the image's height and width, which {found.name} is not told and "
@@ -162,55 +194,64 @@ def _image(model: nn.Module, found: Found, local: int | tuple[int, int]) -> Imag
 
 
 def _build(cls: type[Attention], found: Found, settings: dict[str, Any]) -> Attention:
+    layer = found.layer.attention if isinstance(found.layer, Adapter) else found.layer
     try:
-        if found.rule is None:
-            layer = found.layer.attention if isinstance(found.layer, Adapter) else found.layer
-            return cls.from_softmax(layer, **settings)
-        if found.source is None:
-            raise TypeError("a layer without projections was chosen")
-        return cls.from_projections(found.source, **settings).train(found.layer.training)
+        if isinstance(layer, Attention):
+            new = cls.from_softmax(layer, **settings)
+        else:
+            new = cls.from_projections(_source(found), **settings).train(layer.training)
     except TypeError as error:
         raise TypeError(f"{cls.name}: {error} (see help(ecoformer.attention.{cls.__name__}))") from error
+    if not any(parameter.requires_grad for parameter in layer.parameters()):
+        new.requires_grad_(False)  # what was frozen stays frozen
+    return new
 
 
-def _put(model: nn.Module, found: Found, attention: Attention, image: Image | None) -> None:
+def _source(found: Found) -> Projections:
+    if found.source is None:
+        raise ValueError(f"{found.name} cannot be converted: {found.refusal}")
+    return found.source
+
+
+def _put(
+    model: nn.Module, found: Found, attention: Attention, image: Image | None, bound: dict[str, Any]
+) -> None:
     if isinstance(found.layer, Adapter):
-        found.layer.attention = attention
+        found.layer.attention, found.layer.image = attention, image
         return
     place: nn.Module = attention
     if found.rule is not None:
-        place = Adapter(attention, found.rule.call, image, found.rule.bind(found.layer))
-        place.train(found.layer.training)
+        place = Adapter(attention, found.rule, image, bound).train(found.layer.training)
     for owner in list(model.modules()):
         if isinstance(owner, nn.TransformerEncoder):
             owner.use_nested_tensor = False  # its short cut reads the weights of nn.MultiheadAttention
         # A layer may be shared by several places; all of them get the new one.
-        for name, child in list(owner.named_children()):
+        for name, child in list(owner._modules.items()):
             if child is found.layer:
                 setattr(owner, name, place)
 
 
 def _replaced(found: Found) -> Replaced:
-    if found.source is None:
-        raise TypeError("a layer without projections was chosen")
-    return Replaced(
-        found.name, found.kind, found.source.dim, found.source.num_heads, tuple(found.left_behind)
-    )
+    source = _source(found)
+    return Replaced(found.name, found.kind, source.dim, source.num_heads, tuple(found.left_behind))
 
 
-def _notes(model: nn.Module, cls: type[Attention], chosen: list[Found], config: dict[str, Any]) -> list[str]:
+def _notes(model: nn.Module, chosen: list[Found], new: list[Attention]) -> list[str]:
     notes = []
     if any("sr" in f.left_behind for f in chosen):
         notes.append(
             "spatial reductions are left behind: every token is a key now, so the model needs fine-tuning"
         )
-    if issubclass(cls, HashedAttention):
-        if not config.get("local") and not _has_convolutions(model):
-            notes.append(
-                "the model mixes neighbours by no convolution, and hashed attention cannot single them out: "
-                "consider local=7 (text) or local=(3, 3) (images), and distill"
-            )
-        notes.append("hash functions that learn are not fitted yet: ecoformer.fit_hashers(model, batches)")
+    if any(hasattr(f.layer, "ws") for f in chosen):
+        notes.append("windows are left behind: every token is a key now, so the model needs fine-tuning")
+    hashed = [attention for attention in new if isinstance(attention, HashedAttention)]
+    if any(attention.local is None for attention in hashed) and not _has_convolutions(model):
+        notes.append(
+            "the model mixes neighbours by no convolution, and hashed attention cannot single them out: "
+            "consider local=7 (text) or local=(3, 3) (images), and distill"
+        )
+    if any(attention.hasher.learns for attention in hashed):
+        notes.append("hash functions are not fitted yet: ecoformer.fit_hashers(model, batches)")
     return notes
 
 

@@ -175,12 +175,17 @@ def run(model: nn.Module, batch: Any) -> Any:
     return model(batch[0] if isinstance(batch, Sequence) else batch)
 
 
-def _first_samples(batches: Iterable[Any], samples: int) -> Any:
-    """The first samples of the batches as one batch of the same structure."""
+def check_batches(batches: Any) -> None:
+    """Refuse a batch where batches are asked for."""
     if isinstance(batches, (Tensor, Mapping, str)):
         raise TypeError(
             f"batches must be an iterable of batches, got one {type(batches).__name__}: put it in a list"
         )
+
+
+def _first_samples(batches: Iterable[Any], samples: int) -> Any:
+    """The first samples of the batches as one batch of the same structure."""
+    check_batches(batches)
     taken: list[Any] = []
     count = 0
     for batch in batches:
@@ -223,7 +228,9 @@ def move(batch: Any, device: torch.device) -> Any:
         return batch.to(device)
     if isinstance(batch, Mapping):
         return {key: move(value, device) for key, value in batch.items()}
-    return [move(value, device) for value in batch] if isinstance(batch, list) else batch
+    if isinstance(batch, (list, tuple)):
+        return [move(value, device) for value in batch]
+    return batch
 
 
 @contextlib.contextmanager

@@ -1,0 +1,5 @@
+"""`python -m ecoformer` is the `ecoformer` command."""
+
+from ecoformer.cli import main
+
+main()

@@ -1,0 +1,97 @@
+"""`ecoformer convert`: a softmax model in, a file with an EcoFormer out."""
+
+from __future__ import annotations
+
+import ast
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ecoformer.checkpoints import save
+from ecoformer.cli.batches import sample_batch
+from ecoformer.cli.sources import open_model
+from ecoformer.conversion import convert as convert_model
+from ecoformer.hashing import fit_hashers, hashers_of
+
+
+def convert(
+    source: Annotated[
+        str, typer.Argument(metavar="IN", help="A timm model's name, a checkpoint, or a folder.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The safetensors file to write.")],
+    attention: Annotated[str, typer.Option(help="The mechanism; `ecoformer info` lists them.")] = "eco",
+    layers: Annotated[
+        list[str] | None,
+        typer.Option(help="Pattern of layer names, such as `stages.1.*`, or `all`; may be repeated."),
+    ] = None,
+    local: Annotated[
+        str | None, typer.Option(help="Local branch: `7` over a sequence, `3x3` over an image.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="An argument of the mechanism; may be repeated."),
+    ] = None,
+    fit: Annotated[
+        Path | None,
+        typer.Option(help="Fit the hash functions on a folder of images, or a file with one text a line."),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="How many images or texts to fit on.", min=1)] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of the fitting.")] = 0,
+    architecture: Annotated[
+        str | None, typer.Option("--model", help="The timm model that a weights file is of.")
+    ] = None,
+    pretrained: Annotated[
+        bool, typer.Option("--pretrained", help="Start from the weights that timm downloads for a name.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite OUT.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Replace the attention of a model and write it to a file that `ecoformer.load` reads.
+
+    Example: `ecoformer convert pvt_v2_b0 eco_b0.safetensors --attention eco --fit photos/`
+    """
+    if target.exists() and not force:
+        raise FileExistsError(f"{target} is there already: choose another name or pass --force")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {target.parent}")
+    opened = open_model(source, architecture=architecture, pretrained=pretrained)
+    config = _config(settings or [], local)
+    report = convert_model(opened.model, attention, layers=layers or None, **config)
+    notes = [note for note in report.notes if fit is None or "fit_hashers" not in note]
+    report = replace(report, notes=(*notes, *opened.notes))
+    fitted: list[str] = []
+    if fit is not None:
+        if not hashers_of(opened.model):
+            raise ValueError(f"{attention} has no hash functions to fit: leave --fit away")
+        batch = sample_batch(opened, fit, samples)
+        fitted = fit_hashers(opened.model, [batch], samples=samples, seed=seed, progress=not as_json)
+    written = save(opened.model, target)
+    facts = report.to_dict() | {"source": opened.what, "fitted": fitted, "written": str(written)}
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    typer.echo(report)
+    if fitted:
+        typer.echo(f"fitted {len(fitted)} hashers on {samples} samples of {fit}")
+    typer.echo(f"wrote {written}")
+
+
+def _config(settings: list[str], local: str | None) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key.isidentifier():
+            raise ValueError(f"--set takes KEY=VALUE, got {setting!r}")
+        try:
+            config[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            config[key] = value
+    if local is not None:
+        sizes = local.lower().split("x")
+        if not all(size.isdigit() for size in sizes) or len(sizes) > 2:
+            raise ValueError(f"--local takes 7 or 3x3, got {local!r}")
+        config["local"] = int(sizes[0]) if len(sizes) == 1 else tuple(int(size) for size in sizes)
+    return config

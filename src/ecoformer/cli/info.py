@@ -1,0 +1,111 @@
+"""`ecoformer info`: what is installed, what can run here, and what a model is made of."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from ecoformer import __version__
+from ecoformer.attention import list_attentions
+from ecoformer.cli.sources import open_model
+from ecoformer.conversion import Adapter
+from ecoformer.conversion.layers import Found, find_layers
+
+PACKAGES = ("torch", "timm", "torchvision", "transformers", "safetensors", "accelerate", "triton", "numba")
+
+
+def info(
+    model: Annotated[
+        str | None, typer.Argument(help="A timm model's name, a checkpoint, or a folder.")
+    ] = None,
+    architecture: Annotated[
+        str | None, typer.Option("--model", help="The timm model that a weights file is of.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Versions and backends, or the attention layers of MODEL.
+
+    Example: `ecoformer info ecoformer_pvt_v2_b0`
+    """
+    if model is None:
+        facts = {"versions": versions(), "backends": backends(), "mechanisms": list_attentions()}
+        typer.echo(json.dumps(facts, indent=2)) if as_json else _show_machine(facts)
+        return
+    source = open_model(model, architecture=architecture)
+    facts = {"model": source.what} | describe(source.model)
+    typer.echo(json.dumps(facts, indent=2)) if as_json else _show_model(facts)
+
+
+def versions() -> dict[str, str]:
+    """What is installed."""
+    found = {"ecoformer": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def backends() -> dict[str, str]:
+    """What hashed attention can run on here."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    return {"eager": f"PyTorch operators, CPU with {torch.get_num_threads()} threads; GPU: {gpu}"}
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """A model's attention layers, one dictionary each, and its size."""
+    return {
+        "class": type(model).__name__,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "layers": [_layer(found) for found in find_layers(model)],
+    }
+
+
+def _layer(found: Found) -> dict[str, Any]:
+    inner = found.layer.attention if isinstance(found.layer, Adapter) else found.layer
+    facts: dict[str, Any] = {"name": found.name, "attention": found.kind}
+    if found.source is not None:
+        facts |= {"dim": found.source.dim, "heads": found.source.num_heads}
+    hasher = getattr(inner, "hasher", None)
+    if hasher is not None:
+        facts |= {"bits": hasher.bits, "fitted": bool(hasher.fitted)}
+    local = getattr(inner, "local", None)
+    if isinstance(local, nn.Module) and hasattr(local, "size"):
+        facts["local"] = local.size
+    if found.refusal is not None:
+        facts["cannot be converted"] = found.refusal
+    return facts
+
+
+def _show_machine(facts: dict[str, Any]) -> None:
+    table = Table(show_header=False, box=None)
+    for name, value in facts["versions"].items():
+        table.add_row(name, value)
+    for name, value in facts["backends"].items():
+        table.add_row(f"backend {name}", value)
+    table.add_row("mechanisms", ", ".join(facts["mechanisms"]))
+    Console().print(table)
+
+
+def _show_model(facts: dict[str, Any]) -> None:
+    console = Console()
+    console.print(f"{facts['model']}: {facts['class']}, {facts['parameters']:,} parameters")
+    table = Table("layer", "attention", "channels", "heads", "more")
+    for layer in facts["layers"]:
+        more = {k: v for k, v in layer.items() if k not in ("name", "attention", "dim", "heads")}
+        if "fitted" in more:
+            more["fitted"] = "yes" if more["fitted"] else "no"
+        text = ", ".join(f"{key}: {value}" for key, value in more.items())
+        table.add_row(
+            layer["name"], layer["attention"], str(layer.get("dim", "")), str(layer.get("heads", "")), text
+        )
+    console.print(table)

@@ -1,0 +1,507 @@
+"""Text encoders: padding never counts, whatever the mechanism; wrong input is named in one line."""
+
+import inspect
+import io
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from ecoformer import FitOptions, fit_hashers, hashers_of, list_attentions, register_attention
+from ecoformer.attention import Attention, attention_class, registry
+from ecoformer.models.text import PAD, TextEncoder, TwoTowerEncoder, byte_tokens, lra_retrieval, lra_text
+
+B, N, LENGTH, VOCABULARY, DIM, CLASSES = 4, 23, 40, 64, 16, 3
+SIZES = {
+    "vocabulary": VOCABULARY,
+    "length": LENGTH,
+    "dim": DIM,
+    "num_heads": 2,
+    "hidden": 24,
+    "classes": CLASSES,
+}
+every_mechanism = pytest.mark.parametrize("name", list_attentions())
+softmax_and_eco = pytest.mark.parametrize("name", ["softmax", "eco"])
+both_models = pytest.mark.parametrize("cls", [TextEncoder, TwoTowerEncoder])
+
+
+def tokens(*lengths, n=N, seed=0):
+    """A row of random ids for each length, padded to n."""
+    lengths = lengths or (N,) * B
+    ids = torch.randint(1, VOCABULARY, (len(lengths), n), generator=torch.Generator().manual_seed(seed))
+    return ids.masked_fill(torch.arange(n) >= torch.tensor(lengths)[:, None], PAD)
+
+
+def make(name="eco", seed=0, cls=TextEncoder, **kwargs):
+    """A model in eval mode with fitted hashers, its weights large enough for logits to tell things apart."""
+    torch.manual_seed(seed)
+    model = cls(**{"attention": name, **SIZES, **kwargs})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2 if parameter.ndim == 2 else 1)
+    encoder = model.encoder if cls is TwoTowerEncoder else model
+    if hashers_of(encoder):
+        fit(encoder, tokens(23, 20, 17, 11, seed=9))
+    return model.eval()
+
+
+def fit(model, *batches):
+    return fit_hashers(model, list(batches), options=FitOptions(steps=2), progress=False)
+
+
+def gradients(model, *inputs, seed=0):
+    model.zero_grad()
+    torch.manual_seed(seed)
+    model.train()(*inputs).square().sum().backward()
+    return {key: parameter.grad for key, parameter in model.named_parameters()}
+
+
+@every_mechanism
+def test_forward(name):
+    model, x = make(name), tokens(23, 20, 23, 7)
+    logits = model(x)
+    assert logits.shape == (B, CLASSES)
+    assert logits.isfinite().all()
+    assert torch.equal(model(x), logits)
+    assert torch.equal(model(x, x == PAD), logits)
+    assert torch.equal(model(x.int()), logits)
+    torch.testing.assert_close(model(x[1:2]), logits[1:2], rtol=1e-4, atol=1e-5)
+    assert (logits[0] - logits[2]).abs().max() > 0.01
+    assert (model(x.flip(1), x.flip(1) == PAD) - logits).abs().amax(dim=1).min() > 0.1, "order counts"
+    assert model(x[:0]).shape == (0, CLASSES)
+
+
+@every_mechanism
+def test_backward(name):
+    model = make(name)
+    found = gradients(model, tokens(23, 20, 15, 0))
+    for key, grad in found.items():
+        assert grad is not None, key
+        assert grad.isfinite().all(), key
+        assert grad.abs().sum() > 0, key
+    assert (found["embedding.weight"][PAD] == 0).all()
+    found = gradients(model, tokens(20, 3, n=LENGTH))
+    assert (found["positions"][20:] == 0).all()
+    assert (found["positions"][:20] != 0).any(dim=1).all()
+
+
+@every_mechanism
+@pytest.mark.parametrize("n", [1, 2, 13, LENGTH])
+def test_any_number_of_tokens(name, n):
+    x = tokens(n, n // 2, n=n)
+    model = make(name)
+    assert model(x).isfinite().all()
+    assert model.forward_features(x).shape == (2, n, DIM)
+
+
+# Not so by itself: combiner's blocks depend on N. Reformer's buckets do too, but not up to 128 tokens.
+@every_mechanism
+@pytest.mark.parametrize("n", [N + 1, 32, LENGTH])
+def test_logits_do_not_depend_on_how_far_a_text_is_padded(name, n):
+    model = make(name, attention_config={"block": 4} if name == "combiner" else None)
+    x = tokens(23, 20, 7, 1)
+    alone = torch.cat([model(row[row != PAD][None]) for row in x])
+    torch.testing.assert_close(model(x), alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(F.pad(x, (0, n - N), value=PAD)), alone, rtol=1e-4, atol=1e-5)
+
+
+@every_mechanism
+def test_what_padding_holds_does_not_matter(name):
+    model, x = make(name), tokens()
+    mask = torch.arange(N) >= torch.tensor([23, 20, 7, 1])[:, None]
+    logits = model(x, mask)
+    changed = torch.where(mask, tokens(seed=1), x)
+    assert (changed != x).any()
+    torch.testing.assert_close(model(changed, mask), logits)
+    torch.testing.assert_close(model(x.masked_fill(mask, PAD)), logits)
+    assert not torch.allclose(model(x)[1:], logits[1:])
+
+
+def test_a_given_mask_is_the_only_one():
+    model, x = make(), tokens()
+    x[:, 4] = PAD
+    unpadded = model(x, torch.zeros_like(x, dtype=torch.bool))
+    assert not torch.allclose(unpadded, model(x))
+
+
+@every_mechanism
+def test_text_of_nothing_but_padding(name):
+    model, x = make(name), tokens(23, 0, 5, 0)
+    logits = model(x)
+    torch.testing.assert_close(logits[1], model.head(torch.zeros(DIM)))
+    torch.testing.assert_close(logits[3], logits[1])
+    assert all(grad.isfinite().all() for grad in gradients(model, x[1:2]).values())
+
+
+def test_layers_are_pre_ln():
+    model, ids = make(), tokens(23, 20, 7, 1)
+    x = model.embedding.weight[ids] + model.positions[:N]
+    for block in model.blocks:
+        x = x + block.attn(block.norm1(x), key_padding_mask=ids == PAD)
+        x = x + block.mlp[3](F.gelu(block.mlp[0](block.norm2(x))))
+    torch.testing.assert_close(model.forward_features(ids), model.norm(x))
+
+
+def test_mean_over_the_tokens_of_the_text():
+    model, x = make(), tokens(23, 20, 7, 1)
+    features = model.forward_features(x)
+    by_hand = torch.stack([row[ids != PAD].mean(dim=0) for row, ids in zip(features, x, strict=True)])
+    torch.testing.assert_close(model.pool(features, x == PAD), by_hand)
+    torch.testing.assert_close(model.head(by_hand), model(x))
+    model.reset_classifier(0)
+    torch.testing.assert_close(model(x), by_hand)
+
+
+def test_sums_of_half_precision_are_wide():
+    model, nothing = make(), torch.zeros(1, 4096, dtype=torch.bool)
+    ones = torch.full((1, 4096, DIM), 60.0, dtype=torch.float16)
+    assert torch.equal(model.pool(ones, nothing), ones[:, 0])
+    half, x = make().bfloat16(), tokens(23, 20, 7, 0)
+    assert half(x).dtype == torch.bfloat16
+    torch.testing.assert_close(half(x).float(), make()(x), rtol=0.1, atol=0.3)
+
+
+@every_mechanism
+@both_models
+def test_save_and_load(name, cls):
+    first, inputs = make(name, cls=cls), (tokens(23, 20, 7, 1), tokens(9, 2, 7, 23))
+    inputs = inputs if cls is TwoTowerEncoder else inputs[:1]
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = cls(attention=name, **SIZES).eval()
+    second.load_state_dict(torch.load(file))
+    assert torch.equal(second(*inputs), first(*inputs))
+    assert not torch.equal(make(name, seed=1, cls=cls)(*inputs), first(*inputs))
+
+
+@softmax_and_eco
+@both_models
+def test_checkpointing_gives_the_same_gradients(name, cls):
+    model = make(name, cls=cls, dropout=0.2, attn_drop=0.2)
+    inputs = (tokens(23, 20, 7, 0), tokens(9, 2, 7, 23))[: 1 if cls is TextEncoder else 2]
+    calls = []
+    blocks = (model.encoder if cls is TwoTowerEncoder else model).blocks
+    blocks[1].norm1.register_forward_hook(lambda *_: calls.append(1))
+    plain, without = gradients(model, *inputs), len(calls)
+    model.set_grad_checkpointing()
+    again = gradients(model, *inputs)
+    assert len(calls) - without == 2 * without
+    for key, grad in plain.items():
+        torch.testing.assert_close(again[key], grad, msg=key)
+    model.set_grad_checkpointing(False)
+    gradients(model, *inputs)
+    assert len(calls) == 4 * without
+    other = gradients(model, *inputs, seed=1)
+    assert not torch.allclose(other["head.0.weight"], plain["head.0.weight"]), "dropout is at work"
+
+
+@pytest.mark.parametrize("name", ["eco", "klsh_eco", "lsh_eco", "bi_eco"])
+def test_hashers_are_found_and_fitted(name):
+    x = tokens(23, 20, 17, 11)
+    batches = {
+        "tensors": [x[:2], x[2:]],
+        "tuples": [(x, torch.zeros(B))],
+        "mappings": [{"tokens": x, "key_padding_mask": x == PAD}],
+        "padded": [F.pad(x, (0, 9), value=PAD)],
+    }
+    states = {}
+    for how, those in batches.items():
+        torch.manual_seed(0)
+        model = TextEncoder(attention=name, **SIZES)
+        assert fit(model, *those) == ["blocks.0.attn.hasher", "blocks.1.attn.hasher"]
+        assert model.training
+        assert all(bool(hasher.fitted) for hasher in hashers_of(model).values())
+        states[how] = {key: value for key, value in model.state_dict().items() if "hasher" in key}
+    for key, value in states["tensors"].items():
+        assert torch.equal(states["tuples"][key], value), key
+        assert torch.equal(states["mappings"][key], value), key
+        # Learned weights are large and ill-conditioned: rounding shows in them, and in all that follows.
+        if key.startswith("blocks.0") and not key.endswith("weight"):
+            torch.testing.assert_close(states["padded"][key], value, msg=key)
+
+
+@softmax_and_eco
+def test_compile(name):
+    model, x = make(name), tokens(23, 20, 7, 0)
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-3, atol=1e-4)
+
+
+def test_two_towers_compare_two_means():
+    model, first, second = make(cls=TwoTowerEncoder), tokens(23, 20, 7, 0), tokens(9, 2, 7, 11, n=11, seed=1)
+    a, b = model.encoder(first), model.encoder(second)
+    assert a.shape == b.shape == (B, DIM)
+    torch.testing.assert_close(
+        model(first, second), model.head(torch.cat([a, b, a * b, a - b], dim=1)), rtol=1e-4, atol=1e-5
+    )
+    assert [(x.in_features, x.out_features) for x in model.head[::2]] == [(4 * DIM, 24), (24, CLASSES)]
+    assert (model(first, second) - model(second, first)).abs().max() > 0.01
+
+
+@every_mechanism
+def test_two_towers(name):
+    model = make(name, cls=TwoTowerEncoder)
+    first, second = tokens(23, 20, 7, 0), tokens(9, 2, 0, 23, seed=1)
+    logits = model(first, second)
+    assert logits.shape == (B, CLASSES)
+    assert logits.isfinite().all()
+    for key, grad in gradients(model, first, second).items():
+        assert grad.isfinite().all(), key
+        assert grad.abs().sum() > 0, key
+    model.eval()
+    a, b = first == PAD, second == PAD
+    shown = first.masked_fill(a, 5), second.masked_fill(b, 6)
+    torch.testing.assert_close(model(*shown, a, b), logits)
+    torch.testing.assert_close(model(*shown, first_padding_mask=a)[3], model(first, shown[1])[3])
+    assert not torch.allclose(model(*shown, a)[:3], logits[:3])
+    assert not torch.allclose(model(*shown, second_padding_mask=b)[1:], logits[1:])
+
+
+def test_fitting_two_towers():
+    first, second = tokens(23, 20, 7, 5), tokens(9, 2, 17, 23, seed=1)
+    torch.manual_seed(0)
+    model = TwoTowerEncoder(**SIZES)
+    assert fit(model, {"first": first, "second": second}) == [
+        f"encoder.blocks.{i}.attn.hasher" for i in (0, 1)
+    ]
+    assert fit(model.encoder, first, second) == ["blocks.0.attn.hasher", "blocks.1.attn.hasher"]
+    assert model(first, second).isfinite().all()
+
+
+@both_models
+def test_another_head(cls):
+    model, inputs = make(cls=cls).double(), (tokens(), tokens(seed=1))[: 1 if cls is TextEncoder else 2]
+    model.reset_classifier(7)
+    assert model.classes == 7
+    assert model(*inputs).shape == (B, 7)
+    assert model(*inputs).dtype == torch.float64
+    model.reset_classifier(0)
+    assert model(*inputs).shape == (B, DIM if cls is TextEncoder else 4 * DIM)
+    with pytest.raises(ValueError, match=r"^classes must be at least 0, got -1$"):
+        model.reset_classifier(-1)
+
+
+@every_mechanism
+def test_what_mechanisms_are_given(name):
+    attn = TextEncoder(attention=name, **SIZES, dropout=0.3, attn_drop=0.2).blocks[1].attn
+    assert attn.attn_drop == (0.2 if attention_class(name).has_weights else 0)
+    assert attn.proj_drop.p == 0.3
+    assert name != "linformer" or attn.seq_len == LENGTH
+
+
+def test_the_given_configuration_wins():
+    given = {"seq_len": 77, "k": 5, "attn_drop": 0.0, "proj_drop": 0.5}
+    attn = TextEncoder(attention="linformer", attention_config=given, **SIZES).blocks[0].attn
+    assert (attn.seq_len, attn.k, attn.attn_drop, attn.proj_drop.p) == (77, 5, 0, 0.5)
+    assert given == {"seq_len": 77, "k": 5, "attn_drop": 0.0, "proj_drop": 0.5}
+
+
+def test_seq_len_reaches_a_mechanism_that_inherits_it(monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+
+    @register_attention("child")
+    class Child(attention_class("linformer")):
+        def __init__(self, dim, num_heads, **kwargs):
+            super().__init__(dim, num_heads, **kwargs)
+
+    assert TextEncoder(attention="child", **SIZES).blocks[0].attn.seq_len == LENGTH
+
+
+def test_mechanism_without_padding_is_refused(monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+
+    @register_attention("unpadded")
+    class Unpadded(Attention):
+        supports_padding = False
+
+    with pytest.raises(
+        ValueError, match=r"^unpadded takes no key_padding_mask, but texts .* differ in length$"
+    ):
+        TextEncoder(attention="unpadded", **SIZES)
+
+
+def test_initial_weights():
+    model = TextEncoder(attention="linformer", attention_config={"local": 3, "k": 16})
+    attn = model.blocks[0].attn
+    assert (attn.local.weight == 0).all()
+    assert 0.1 < attn.proj_k.std() < 0.2, "linformer's own"
+    assert (attn.qkv.bias != 0).any(), "the mechanism's own too"
+    for weight in (model.embedding.weight, model.positions):
+        assert 0.018 < weight.std() < 0.022
+    for linear in (model.blocks[1].mlp[0], model.blocks[1].mlp[3], model.head[0]):
+        wanted = (2 / (linear.in_features + linear.out_features)) ** 0.5
+        assert 0.95 < linear.weight.std() / wanted < 1.05
+        assert (linear.bias == 0).all()
+    assert not torch.equal(model.blocks[0].mlp[0].weight, model.blocks[1].mlp[0].weight)
+
+
+@pytest.mark.parametrize(("preset", "cls"), [(lra_text, TextEncoder), (lra_retrieval, TwoTowerEncoder)])
+def test_presets(preset, cls):
+    model = preset(attention="softmax")
+    assert type(model) is cls
+    encoder = model if cls is TextEncoder else model.encoder
+    attn = encoder.blocks[0].attn
+    assert encoder.embedding.weight.shape == (512, 64)
+    assert encoder.positions.shape == (4096, 64)
+    assert (len(encoder.blocks), attn.num_heads, attn.head_dim, attn.attn_drop) == (2, 2, 32, 0.1)
+    assert encoder.blocks[0].mlp[0].weight.shape == (128, 64)
+    assert {m.p for m in encoder.modules() if isinstance(m, torch.nn.Dropout)} == {0.1}
+    assert model.head[0].weight.shape == (128, 64 if cls is TextEncoder else 256)
+    assert isinstance(model.head[1], torch.nn.ReLU)
+    assert model.head[2].weight.shape == (2, 128)
+    assert preset(classes=5, depth=1, length=8).classes == 5
+
+
+@both_models
+def test_arguments_can_be_written_as_json(cls):
+    parameters = dict(inspect.signature(cls).parameters)
+    assert {p.kind for p in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+    defaults = {name: p.default for name, p in parameters.items()}
+    assert json.loads(json.dumps(defaults)) == defaults
+    config = json.loads(
+        json.dumps({"attention": "eco", "attention_config": {"bits": 8, "local": 3}, **SIZES})
+    )
+    model = cls(**config)
+    assert {hasher.bits for hasher in hashers_of(model).values()} == {8}
+
+
+def test_without_data():
+    with torch.device("meta"):
+        model = TextEncoder(attention="softmax", **SIZES)
+        assert model(torch.zeros(B, N, dtype=torch.int64)).shape == (B, CLASSES)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_sample_by_sample():
+    model, x = make("softmax"), tokens(23, 20, 7, 1)
+    parameters = {key: p.detach() for key, p in model.named_parameters()}
+
+    def loss(parameters, row):
+        return torch.func.functional_call(model, parameters, row[None]).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    alone = torch.func.grad(loss)(parameters, x[1])
+    torch.testing.assert_close(found["norm.weight"][1], alone["norm.weight"], rtol=1e-4, atol=1e-4)
+
+
+X = torch.ones(B, N, dtype=torch.int64)
+WRONG_TOKENS = {
+    "no tensor": (["text"], TypeError, ["tensor", "list", "byte_tokens"]),
+    "one text": (X[0], ValueError, ["(B, N)", f"({N},)", "batch of one"]),
+    "one hot": (X[..., None], ValueError, ["(B, N)", f"({B}, {N}, 1)"]),
+    "no tokens": (X[:, :0], ValueError, ["N >= 1", f"({B}, 0)", "padding"]),
+    "real numbers": (X.float(), TypeError, ["int64", "float32", f"({B}, {N})"]),
+    "bytes": (X.byte(), TypeError, ["int64", "uint8", f"({B}, {N})"]),
+    "too long": (X.repeat(1, 2), ValueError, [f"({B}, {2 * N})", f"length={LENGTH}", "cut"]),
+    "negative": (X - 2, ValueError, ["from -1 to -1", f"0 to {VOCABULARY - 1}", "vocabulary"]),
+    "outside": (X * VOCABULARY, ValueError, [f"to {VOCABULARY}:", f"0 to {VOCABULARY - 1}", f"({B}, {N})"]),
+}
+WRONG_MASKS = {
+    "whole numbers": (X, ["bool", "int64"]),
+    "one text": (X[0].bool(), [f"({B}, {N})", f"({N},)"]),
+    "too long": (X.repeat(1, 2).bool(), [f"({B}, {N})", f"({B}, {2 * N})"]),
+    "elsewhere": (X.bool().to("meta"), ["meta", "cpu"]),
+}
+
+
+def assert_one_line(caught, *parts):
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize("case", WRONG_TOKENS)
+def test_wrong_tokens(case):
+    wrong, error, parts = WRONG_TOKENS[case]
+    model, pair = make("softmax"), make("softmax", cls=TwoTowerEncoder)
+    calls = [("tokens", lambda: model(wrong)), ("tokens", lambda: model.forward_features(wrong))]
+    calls += [("first", lambda: pair(wrong, X)), ("second", lambda: pair(X, wrong))]
+    for argument, call in calls:
+        with pytest.raises(error, match=f"^{argument} ") as caught:
+            call()
+        assert_one_line(caught, *parts)
+
+
+@pytest.mark.parametrize("case", WRONG_MASKS)
+def test_wrong_masks(case):
+    wrong, parts = WRONG_MASKS[case]
+    model, pair = make("softmax"), make("softmax", cls=TwoTowerEncoder)
+    calls = [("key_padding_mask", lambda: model(X, wrong))]
+    calls += [("first_padding_mask", lambda: pair(X, X, wrong))]
+    calls += [("second_padding_mask", lambda: pair(X, X, X == PAD, wrong))]
+    for argument, call in calls:
+        with pytest.raises(ValueError, match=f"^{argument} ") as caught:
+            call()
+        assert_one_line(caught, *parts)
+
+
+def test_pairs_of_unequal_number():
+    with pytest.raises(ValueError, match=r"^first \(4, 23\) and second \(1, 23\) must hold as many texts"):
+        make("softmax", cls=TwoTowerEncoder)(X, X[:1])
+
+
+@both_models
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"attention": "ecco"}, r"^no attention is named 'ecco': did you mean 'eco'\?$"),
+        ({"dim": 15}, "^dim must be a multiple of num_heads, got dim=15 and num_heads=2$"),
+        ({"attention_config": {"attn_drop": 0.1}}, "^eco forms no attention weights to drop"),
+        ({"attention_config": {"local": [3, 3]}}, r"^local=\(3, 3\) spans an image: a text takes local=k$"),
+        *(
+            ({key: 0}, f"^{key} must be at least 1, got 0$")
+            for key in ("vocabulary", "length", "depth", "hidden")
+        ),
+        ({"classes": -2}, "^classes must be at least 0, got -2$"),
+    ],
+)
+def test_wrong_arguments(cls, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        cls(**{**SIZES, **arguments})
+
+
+def test_bytes_become_tokens():
+    found = byte_tokens(["abc", b"\x00\xff", "", "é€"], 6)
+    assert found.dtype == torch.int64
+    assert found.tolist() == [
+        [98, 99, 100, 0, 0, 0],
+        [1, 256, 0, 0, 0, 0],
+        [0] * 6,
+        [0xC3 + 1, 0xA9 + 1, 0xE2 + 1, 0x82 + 1, 0xAC + 1, 0],
+    ]
+    everything = byte_tokens([bytes(range(256))], 256)
+    assert everything.tolist() == [list(range(1, 257))]
+
+
+def test_texts_are_cut_and_padded():
+    text = "€" * 5000
+    found = byte_tokens([text, "ab"], 4096, cut=4000)
+    assert found.shape == (2, 4096)
+    assert (found != PAD).sum(dim=1).tolist() == [4000, 2]
+    assert bytes((found[0, :4000] - 1).tolist()) == text.encode()[:4000]
+    assert byte_tokens([text, "ab"], 4096, cut=4000, pad_to="longest").shape == (2, 4000)
+    assert byte_tokens(["abc", b"a"], 7, pad_to="longest").tolist() == [[98, 99, 100], [98, 0, 0]]
+    assert byte_tokens(["abc"], 2).tolist() == [[98, 99]]
+    assert byte_tokens(["", b""], 7, pad_to="longest").tolist() == [[PAD], [PAD]]
+    assert byte_tokens([], 7).shape == (0, 7)
+    assert byte_tokens(("a", "b"), 1).tolist() == [[98], [99]]
+    assert make(vocabulary=512)(byte_tokens(["", "a", "\xff" * 99], LENGTH)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("texts", "length", "options", "error", "message"),
+    [
+        ("text", 4, {}, TypeError, "^texts must be a list of texts, got one str: put it in a list$"),
+        (b"text", 4, {}, TypeError, "^texts must be a list of texts, got one bytes: put it in a list$"),
+        (["a", 3], 4, {}, TypeError, "^texts must hold str or bytes, got int$"),
+        (["a"], 0, {}, ValueError, "^length must be at least 1, got 0$"),
+        (["a"], 4, {"cut": 5}, ValueError, "^cut must be from 1 to length=4, got 5$"),
+        (["a"], 4, {"cut": 0}, ValueError, "^cut must be from 1 to length=4, got 0$"),
+        (["a"], 4, {"pad_to": "max"}, ValueError, '^pad_to must be "length" or "longest", got \'max\'$'),
+    ],
+)
+def test_wrong_texts(texts, length, options, error, message):
+    with pytest.raises(error, match=message):
+        byte_tokens(texts, length, **options)

@@ -1,0 +1,412 @@
+"""Every pyramid with every mechanism, and everything that timm asks of a model."""
+
+import copy
+import pickle
+
+import pytest
+import safetensors.torch
+import torch
+
+import ecoformer
+
+timm = pytest.importorskip("timm")
+from timm.data import resolve_model_data_config  # noqa: E402
+from timm.models import group_parameters  # noqa: E402
+from timm.optim import param_groups_layer_decay  # noqa: E402
+
+from ecoformer.models.pvt_v2 import EcoPyramidVisionTransformerV2  # noqa: E402
+from ecoformer.models.twins import EcoTwins  # noqa: E402
+
+PVT = {f"pvt_v2_b{i}": (64, 128, 320, 512) for i in range(6)} | {"pvt_v2_b0": (32, 64, 160, 256)}
+TWINS = {
+    "twins_svt_small": (64, 128, 256, 512),
+    "twins_svt_base": (96, 192, 384, 768),
+    "twins_svt_large": (128, 256, 512, 1024),
+}
+WIDTHS = PVT | TWINS
+DEPTHS = {
+    "pvt_v2_b0": (2, 2, 2, 2),
+    "pvt_v2_b1": (2, 2, 2, 2),
+    "pvt_v2_b2": (3, 4, 6, 3),
+    "pvt_v2_b3": (3, 4, 18, 3),
+    "pvt_v2_b4": (3, 8, 27, 3),
+    "pvt_v2_b5": (3, 6, 40, 3),
+    "twins_svt_small": (2, 2, 10, 4),
+    "twins_svt_base": (2, 2, 18, 2),
+    "twins_svt_large": (2, 2, 18, 2),
+}
+# In millions, as Wang et al. (PVT v2) and Chu et al. (Twins) have them; the latter cut, we round.
+PUBLISHED = dict(zip(DEPTHS, (3.7, 14.0, 25.4, 45.2, 62.6, 82.0, 24.1, 56.1, 99.3), strict=True))
+REDUCTIONS = (8, 4, 2, 1)
+SHARED = {"eco", "klsh_eco", "lsh_eco", "bi_eco", "fp_eco", "reformer"}
+SMALL = ["pvt_v2_b0", "twins_svt_small"]
+NARROW = {
+    "pvt_v2_b0": {"depths": (1, 1, 1, 1), "embed_dims": (8, 16, 40, 64)},
+    "twins_svt_small": {"depths": (2, 2, 2, 2), "embed_dims": (16, 32, 64, 128)},
+}
+both = pytest.mark.parametrize("variant", SMALL)
+
+
+def shallow(variant):
+    """One layer of each kind in every stage."""
+    return (2, 2, 2, 2) if variant in TWINS else (1, 1, 1, 1)
+
+
+def images(height=33, width=47, batch=2, channels=3, seed=0):
+    return torch.randn(batch, channels, height, width, generator=torch.Generator().manual_seed(seed))
+
+
+def fit(model, x):
+    if ecoformer.hashers_of(model):
+        ecoformer.fit_hashers(model, [x], options=ecoformer.FitOptions(steps=2), progress=False)
+    return model.eval()
+
+
+def small(variant, attention="eco", *, x=None, config=None, **kwargs):
+    """A narrow model whose hashers are fitted, in eval mode."""
+    torch.manual_seed(0)
+    config = {"bits": 8, "support": 4} | (config or {}) if attention == "eco" else config
+    arguments = {"num_classes": 10, "attention": attention, "attention_config": config} | NARROW[variant]
+    model = timm.create_model(f"ecoformer_{variant}", **(arguments | kwargs))
+    return fit(model, images(64, 96) if x is None else x)
+
+
+def count(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def on_meta(name, **kwargs):
+    with torch.device("meta"):
+        return timm.create_model(name, **kwargs)
+
+
+@pytest.mark.parametrize("variant", WIDTHS)
+@pytest.mark.parametrize("attention", ecoformer.list_attentions())
+def test_every_model_with_every_mechanism(variant, attention):
+    config = {"bits": 8, "support": 4} if attention in ("eco", "klsh_eco") else None
+    arguments = {
+        "num_classes": 100,
+        "attention": attention,
+        "attention_config": config,
+        "depths": shallow(variant),
+        "img_size": 64,
+    }
+    model, x = timm.create_model(f"ecoformer_{variant}", **arguments), images()
+    logits = fit(model, x)(x)
+    logits.square().sum().backward()
+    assert logits.shape == (2, 100)
+    assert logits.isfinite().all()
+    assert (logits[0] != logits[1]).any()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().sum() > 0, name
+    # A twin without numbers of its own takes them all from the state dict, or cannot run.
+    twin = on_meta(f"ecoformer_{variant}", **arguments)
+    twin.load_state_dict(model.state_dict(), assign=True)
+    with torch.no_grad():
+        assert torch.equal(twin.eval()(x), logits)
+
+
+def published_count(variant, sr=True, shared=False):
+    """Parameters by the papers' formulas; `sr` and `shared` queries and keys are the first three stages'."""
+    dims, total = WIDTHS[variant], 0
+    ratios = (4,) * 4 if variant in {"pvt_v2_b5", *TWINS} else (8, 8, 4, 4)
+    for stage, (d, depth, r) in enumerate(zip(dims, DEPTHS[variant], REDUCTIONS, strict=True)):
+        channels = 3 if stage == 0 else dims[stage - 1]
+        if variant in PVT:
+            total += (49 if stage == 0 else 9) * channels * d + 3 * d + 2 * d  # embedding, its norm; norm
+        else:
+            total += (16 if stage == 0 else 4) * channels * d + 3 * d + 9 * d + d  # the same; position
+        hidden = ratios[stage] * d
+        for layer in range(depth):
+            total += 4 * (d * d + d) + 2 * 2 * d  # q, k, v, output; two norms
+            total += 2 * d * hidden + hidden + d + (10 * hidden if variant in PVT else 0)
+            windowed = variant in TWINS and layer % 2 == 0
+            if r > 1 and sr and not windowed:
+                total += r * r * d * d + d + 2 * d
+            if stage < 3 and shared:
+                total -= d * d + d
+    return total + (0 if variant in PVT else 2 * dims[-1]) + dims[-1] * 1000 + 1000
+
+
+@pytest.mark.parametrize("variant", WIDTHS)
+def test_parameter_counts(variant):
+    assert round(published_count(variant) / 1e6, 1) == PUBLISHED[variant]
+    assert published_count("pvt_v2_b0") == 3_666_760
+    assert count(on_meta(variant)) == published_count(variant)
+    attentions = set(ecoformer.list_attentions()) - {"linformer"} if variant in SMALL else {"eco", "softmax"}
+    for attention in attentions:
+        expected = published_count(variant, sr=False, shared=attention in SHARED)
+        assert count(on_meta(f"ecoformer_{variant}", attention=attention)) == expected, attention
+    if variant not in SMALL:
+        return
+    side, linear = 224 // 4, published_count(variant, sr=False)
+    for depth in DEPTHS[variant][:3]:
+        linear += depth * 2 * side * side * 256
+        side //= 2
+    assert count(on_meta(f"ecoformer_{variant}", attention="linformer")) == linear
+
+
+@both
+@pytest.mark.parametrize("attention", ["eco", "softmax"])
+def test_same_as_timms_model_converted(variant, attention):
+    original = timm.create_model(variant, num_classes=10, **NARROW[variant])
+    config = {"bits": 8, "support": 4} if attention == "eco" else {}
+    ecoformer.convert(original, attention, **config)
+    ours = small(variant, attention)
+    state, converted = ours.state_dict(), original.state_dict()
+    assert [(k, v.shape, v.dtype) for k, v in state.items()] == [
+        (k, v.shape, v.dtype) for k, v in converted.items()
+    ]
+    x = images()
+    assert (original.load_state_dict(state).missing_keys, ours(x).shape) == ([], (2, 10))
+    assert torch.equal(original.eval()(x), ours(x))
+
+
+@both
+@pytest.mark.parametrize("attention", ecoformer.list_attentions())
+def test_any_resolution(variant, attention):
+    config = {"support": 4} if attention == "klsh_eco" else None
+    model = small(variant, attention, config=config, img_size=(128, 256))
+    sizes = [(32, 32), (33, 32), (32, 47), (65, 97), (64, 224), (127, 33)]
+    for size in sizes + [(1, 1), (3, 2), (7, 31)] * (variant in PVT):
+        with torch.no_grad():
+            logits = model(images(*size))
+            alone = model(images(*size)[:1])
+        assert logits.isfinite().all(), size
+        torch.testing.assert_close(alone, logits[:1], msg=str(size))
+
+
+@both
+def test_linformer_has_a_largest_input(variant):
+    model = small(variant, "linformer", img_size=(64, 96))
+    assert model(images(64, 96)).isfinite().all()
+    with pytest.raises(ValueError, match=r"^linformer was built for seq_len=384, got N=512 tokens$"):
+        model(images(64, 128))
+    assert small(variant, "linformer", img_size=(64, 128))(images(64, 128)).isfinite().all()
+
+
+@both
+@pytest.mark.parametrize("attention", ["eco", "linformer"])
+def test_built_in_half_precision(variant, attention):
+    model = small(variant, attention, x=images(64, 96).bfloat16(), dtype=torch.bfloat16)
+    assert model(images(64, 96).bfloat16()).dtype == torch.bfloat16
+
+
+@both
+def test_half_precision(variant):
+    model, x = small(variant), images(64, 96)
+    logits = model(x)
+    halved = copy.deepcopy(model).bfloat16()(x.bfloat16())
+    assert halved.dtype == torch.bfloat16
+    torch.testing.assert_close(halved.float(), logits, rtol=0, atol=0.1 * logits.abs().max().item())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(x).isfinite().all()
+
+
+@both
+def test_copies(variant):
+    model, x = small(variant), images()
+    logits = model(x)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(x), logits)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), logits)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert torch.equal(model(x), logits)
+
+
+@both
+@pytest.mark.parametrize("attention_layers", ["all", ["*.2.*0.attn"], None])
+def test_which_layers(variant, attention_layers):
+    model = small(variant, attention_layers=attention_layers, x=images(224, 224))
+    hashed, depth = ecoformer.hashers_of(model), sum(shallow(variant))
+    if isinstance(attention_layers, list):
+        assert [name.partition(".attn")[0] for name in hashed] == [
+            "stages.2.blocks.0" if variant in PVT else "blocks.2.0"
+        ]
+    else:
+        assert len(hashed) == (depth if attention_layers == "all" else 3 * depth // 4)
+    assert model(images()).isfinite().all()
+
+
+@both
+def test_head_and_features(variant):
+    model, x = small(variant), images(65, 97)
+    width, n = NARROW[variant]["embed_dims"][-1], model(x)
+    features = model.forward_features(x)
+    pooled = features.mean(dim=(-1, -2)) if variant in PVT else features.mean(dim=1)
+    assert torch.equal(model.forward_head(features), n)
+    torch.testing.assert_close(model.forward_head(features, pre_logits=True), pooled)
+    assert model.get_classifier() is model.head
+    assert (model.num_features, model.head_hidden_size, model.num_classes) == (width, width, 10)
+    model.reset_classifier(4)
+    assert model(x).shape == (2, 4)
+    assert model.get_classifier().out_features == model.num_classes == 4
+    model.reset_classifier(0)
+    assert torch.equal(model(x), pooled)
+    model.reset_classifier(0, "")
+    assert model(x).shape == features.shape
+
+
+@both
+def test_intermediates(variant):
+    model, x = small(variant), images(65, 97)
+    last, maps = model.forward_intermediates(x)
+    assert torch.equal(last, model.forward_features(x))
+    down = (lambda n: -(-n // 2)) if variant in PVT else (lambda n: n // 2)
+    height, width = (17, 25) if variant in PVT else (16, 24)
+    for channels, feature in zip(NARROW[variant]["embed_dims"], maps, strict=True):
+        assert feature.shape == (2, channels, height, width)
+        height, width = down(height), down(width)
+    some = model.forward_intermediates(x, indices=[1, 2], intermediates_only=True)
+    assert [torch.equal(a, b) for a, b in zip(some, maps[1:3], strict=True)] == [True, True]
+    dims = NARROW[variant]["embed_dims"]
+    assert [info["num_chs"] for info in model.feature_info] == list(dims)
+    assert [info["reduction"] for info in model.feature_info] == [4, 8, 16, 32]
+
+    backbone = timm.create_model(
+        f"ecoformer_{variant}", features_only=True, attention_config={"support": 4}, **NARROW[variant]
+    )
+    fit(backbone, images(64, 96))
+    assert backbone.feature_info.channels() == list(dims)
+    assert backbone.feature_info.reduction() == [4, 8, 16, 32]
+    assert [f.shape for f in backbone(x)] == [f.shape for f in maps]
+    two = timm.create_model(
+        f"ecoformer_{variant}", features_only=True, out_indices=(0, 2), attention="softmax", **NARROW[variant]
+    )
+    assert [f.shape for f in two(x)] == [maps[0].shape, maps[2].shape]
+
+
+@both
+@pytest.mark.parametrize("attention", ["eco", "reformer", "softmax"])
+def test_gradient_checkpointing(variant, attention):
+    model, x = small(variant, attention, drop_path_rate=0.3, proj_drop_rate=0.1).train(), images()
+    attended = []
+    layer = model.get_submodule("stages.0.blocks.0.attn" if variant in PVT else "blocks.0.0.attn")
+    layer.register_forward_hook(lambda *_: attended.append(1))
+    gradients = []
+    for enable in (False, True, False):
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        torch.manual_seed(1)
+        model(x).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert len(attended) == 4  # once, twice, once
+    for plain, checkpointed, again in zip(*gradients, strict=True):
+        assert torch.equal(plain, checkpointed)
+        assert torch.equal(plain, again)
+
+
+@both
+def test_optimizer_groups(variant):
+    model, original = small(variant), timm.create_model(variant, num_classes=10, **NARROW[variant])
+    assert model.no_weight_decay() == original.no_weight_decay()
+    assert model.group_matcher() == original.group_matcher()
+    groups = group_parameters(model, model.group_matcher(), reverse=True)
+    theirs = group_parameters(original, original.group_matcher(), reverse=True)
+    assert groups.keys() == {name for name, _ in model.named_parameters()}
+    assert {name: groups[name] for name in groups if name in theirs} == {
+        name: theirs[name] for name in theirs if name in groups
+    }
+    grouped = [p for group in param_groups_layer_decay(model) for p in group["params"]]
+    assert len(grouped) == len(list(model.parameters()))
+
+
+@both
+def test_compiled(variant):
+    model, x = small(variant), images(64, 96)
+    torch.compiler.reset()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
+
+
+def test_known_to_timm():
+    assert set(timm.list_models("ecoformer_*")) == {f"ecoformer_{variant}" for variant in WIDTHS}
+    for variant in WIDTHS:
+        ours, theirs = (timm.get_pretrained_cfg(f"{p}{variant}") for p in ("ecoformer_", ""))
+        assert (ours.input_size, ours.mean, ours.std) == (
+            (3, 224, 224),
+            (0.485, 0.456, 0.406),
+            (0.229, 0.224, 0.225),
+        )
+        for key in ("crop_pct", "interpolation", "first_conv", "classifier", "num_classes"):
+            assert getattr(ours, key) == getattr(theirs, key)
+        assert ours.hf_hub_id == f"timm/{variant}.in1k"
+    for variant, cls in zip(SMALL, (EcoPyramidVisionTransformerV2, EcoTwins), strict=True):
+        model = small(variant, "softmax")
+        assert type(model) is cls
+        config = resolve_model_data_config(model)
+        assert (config["input_size"], config["mean"]) == ((3, 224, 224), (0.485, 0.456, 0.406))
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match=r"^no attention is named 'ecco': did you mean 'eco'\?$"):
+        small("pvt_v2_b0", "ecco")
+    with pytest.raises(TypeError, match=r"^eco: .*'bitz'"):
+        small("pvt_v2_b0", config={"bitz": 4})
+    with pytest.raises(ValueError, match=r"^layers='nowhere' matches no attention layer"):
+        small("pvt_v2_b0", attention_layers="nowhere")
+    with pytest.raises(ecoformer.UnfittedHasherError, match="fit_hashers"):
+        timm.create_model("ecoformer_pvt_v2_b0", **NARROW["pvt_v2_b0"])(images())
+
+
+@both
+@pytest.mark.parametrize(
+    ("kwargs", "kind"),
+    [
+        ({}, "pth"),
+        ({}, "safetensors"),
+        ({"num_classes": 7}, "pth"),
+        ({"in_chans": 1}, "safetensors"),
+        ({"attention": "softmax"}, "pth"),
+        ({"attention": "linformer"}, "safetensors"),
+    ],
+    ids=str,
+)
+def test_pretrained(variant, kwargs, kind, tmp_path):
+    original, path = timm.create_model(variant, num_classes=1000, **NARROW[variant]), tmp_path / f"x.{kind}"
+    for parameter in original.parameters():  # biases and norms start as constants: give them numbers
+        torch.nn.init.normal_(parameter, std=0.1)
+    state = original.state_dict()
+    (torch.save if kind == "pth" else safetensors.torch.save_file)(state, path)
+    arguments = {"pretrained": True, "pretrained_cfg_overlay": {"file": str(path)}, "img_size": 64}
+    model = timm.create_model(f"ecoformer_{variant}", **(arguments | NARROW[variant] | kwargs))
+    ours, shared = model.state_dict(), kwargs.get("attention", "eco") == "eco"
+    converted = set()
+    for name, value in ours.items():
+        layer, is_ours, own = name.partition(".attention.")
+        if "in_chans" in kwargs and name == model.default_cfg["first_conv"] + ".weight":
+            torch.testing.assert_close(value, state[name].sum(dim=1, keepdim=True))
+        elif "num_classes" in kwargs and name.startswith("head."):
+            assert value.shape[0] == 7
+        elif not is_ours:
+            assert torch.equal(value, state[name]), name
+        elif own.startswith(("qk", "v.", "proj.")):
+            kind_of = own.rpartition(".")[2]
+            converted.add(layer)
+            if own.startswith("proj."):
+                expected = state[f"{layer}.{own}"]
+            elif f"{layer}.qkv.{kind_of}" in state:
+                expected = state[f"{layer}.qkv.{kind_of}"]
+            else:
+                expected = torch.cat([state[f"{layer}.q.{kind_of}"], state[f"{layer}.kv.{kind_of}"]])
+            if shared and not own.startswith("proj."):
+                expected = expected.chunk(3)[0 if own.startswith("qk.") else 2]
+            assert torch.equal(value, expected), name
+    assert len(converted) == 3 * sum(shallow(variant)) // 4
+    assert fit(model, images(64, 64, 8, model.in_chans))(images(64, 64, 2, model.in_chans)).isfinite().all()
+
+
+@both
+def test_pretrained_from_our_own_weights(variant, tmp_path):
+    model, x = small(variant, num_classes=1000), images()
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "ours.safetensors")
+    overlay = {"file": str(tmp_path / "ours.safetensors")}
+    arguments = {"attention_config": {"bits": 8, "support": 4}} | NARROW[variant]
+    again = timm.create_model(
+        f"ecoformer_{variant}", pretrained=True, pretrained_cfg_overlay=overlay, **arguments
+    )
+    assert torch.equal(again.eval()(x), model(x))
