@@ -9,7 +9,7 @@ import pytest
 from ecoformer.attention.registry import _REGISTRY
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "conversion.md"]
 
 
 def figures(name):
@@ -65,7 +65,9 @@ def test_memory_of_a_million_tokens_is_the_measured_one():
     assert f"in {full:.1f} GB on a CPU, in causal order in {causal:.1f} GB" in readme
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, *(ROOT / "docs").glob("*.md")], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document", sorted({*DOCUMENTS, *(ROOT / "docs").glob("*.md")}), ids=lambda path: path.name
+)
 def test_links_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
         assert (document.parent / target).exists(), target
