@@ -14,6 +14,7 @@ import importlib
 import importlib.abc
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -43,9 +44,12 @@ def declare_torchvision_operators() -> None:
 
 
 def register_models() -> None:
-    """Make our models known to timm."""
-    for family in ("pvt_v2", "twins"):
-        importlib.import_module(f"ecoformer.models.{family}")
+    """Make our models known to timm; a timm that they cannot be built on stays usable."""
+    try:
+        for family in ("pvt_v2", "twins"):
+            importlib.import_module(f"ecoformer.models.{family}")
+    except (ImportError, AttributeError, TypeError) as error:
+        warnings.warn(f"ecoformer's models are not registered with timm: {error}", stacklevel=2)
 
 
 _BEFORE: dict[str, Callable[[], None]] = {"torchvision": declare_torchvision_operators}

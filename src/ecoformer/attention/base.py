@@ -10,7 +10,13 @@ from typing_extensions import Self
 
 from ecoformer.arguments import shape
 from ecoformer.attention.local import LocalBranch
-from ecoformer.attention.weights import Projections, carry_over, projections_of, unread_parameters
+from ecoformer.attention.weights import (
+    Projections,
+    carry_over,
+    carry_trainability,
+    projections_of,
+    unread_parameters,
+)
 
 
 def head_dim_of(dim: int, num_heads: int) -> int:
@@ -90,6 +96,7 @@ class Attention(nn.Module):
         new = cls(source.dim, source.num_heads, out_proj=source.out is not None, **kwargs)
         new.to(device=source.v.device, dtype=source.v.dtype)
         carry_over(source, new)
+        carry_trainability(source, new)
         return new
 
     @classmethod

@@ -143,6 +143,25 @@ def carry_over(source: Projections, target: Attention) -> None:
         _copy(target.proj, source.out, source.out_bias)
 
 
+def carry_trainability(source: Projections, target: Attention) -> None:
+    """Freeze what was frozen; a projection that unites several is frozen if all of them were."""
+    parts: dict[nn.Module, tuple[str, ...]] = {target.proj: ("out",)}
+    if target.shared_qk:
+        parts |= {target.qk: ("q",), target.v: ("v",)}
+    else:
+        parts[target.qkv] = ("q", "k", "v")
+    for linear, names in parts.items():
+        if isinstance(linear, nn.Linear):
+            _freeze(linear.weight, [getattr(source, name) for name in names])
+            _freeze(linear.bias, [getattr(source, f"{name}_bias") for name in names])
+
+
+def _freeze(parameter: Tensor | None, sources: list[Tensor | None]) -> None:
+    given = [tensor if tensor._base is None else tensor._base for tensor in sources if tensor is not None]
+    if parameter is not None and given and not any(tensor.requires_grad for tensor in given):
+        parameter.requires_grad_(False)
+
+
 def _copy(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
     linear.weight.data.copy_(weight)
     if linear.bias is not None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ecoformer.checkpoints.structure import structure
 from ecoformer.conversion import convert
+from ecoformer.conversion.rules import known_modules
 from ecoformer.conversion.verb import RECORD
 from ecoformer.storage import CheckpointError
 
@@ -26,19 +27,39 @@ _OURS = {
 _IMAGES = ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std")
 """What timm knows of how a model's images are prepared."""
 _NEVER = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
-"""Arguments by which timm would open other files: a checkpoint must not make it do so."""
+_NEVER |= {"auto_map"}
+"""Arguments by which a library would open other files or import code: a checkpoint must not make it so."""
+_IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention")
+"""Attention of transformers that is part of it; any other name may be that of code on the Hub."""
+ARGUMENTS = "ecoformer_arguments"
+"""Attribute of a timm model that was built from a file: what it was built with."""
 
 
 def describe(
     model: nn.Module, arguments: dict[str, Any] | None = None, *, standalone: bool = True
 ) -> dict[str, Any]:
     """What `rebuild` needs to make such a model; `arguments` are the constructor's where they do not show."""
-    architecture = {"library": None, "name": type(model).__name__}
+    architecture: dict[str, Any] = {"library": None, "name": type(model).__name__}
+    if standalone:
+        architecture = _architecture(model, arguments or {})
+    known = architecture["library"] is not None
     return {
-        "model": _architecture(model, arguments or {}) if standalone else architecture,
-        "conversions": getattr(model, RECORD, []),
+        "model": architecture,
+        # Nobody but the user can build it again, so that the file must say what it was.
+        "modules": {} if known else structure(model),
+        "conversions": _conversions(model),
         "attention": structure(model, ours_only=True),
     }
+
+
+def _conversions(model: nn.Module) -> list[dict[str, Any]]:
+    """What was done to the model, or to a part of it, with the layers' names as the model knows them."""
+    records = []
+    for name, module in model.named_modules():
+        for record in vars(module).get(RECORD, []):
+            layers = {f"{name}.{layer}" if name else layer: s for layer, s in record["layers"].items()}
+            records.append({"mechanism": record["mechanism"], "layers": layers})
+    return records
 
 
 def current_arguments(model: nn.Module) -> dict[str, Any] | None:
@@ -62,9 +83,10 @@ def _architecture(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]
         return {"library": "timm", "name": settings["architecture"], "arguments": known, "images": images}
     if known is not None and _OURS.get(cls.__name__) == cls.__module__:
         return {"library": "ecoformer", "name": cls.__name__, "arguments": known | arguments}
-    if cls.__module__.startswith("transformers.") and hasattr(model, "config"):
+    if cls.__module__ in _known_modules() and hasattr(model, "config"):
         config = json.loads(anything.config.to_json_string(use_diff=False))
         implementation = getattr(anything.config, "_attn_implementation", None)
+        implementation = implementation if implementation in _IMPLEMENTATIONS else None
         return {
             "library": "transformers",
             "name": cls.__name__,
@@ -76,13 +98,19 @@ def _architecture(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]
 
 def _timm_arguments(model: Any) -> dict[str, Any]:
     """What timm's models keep of their constructor's arguments."""
-    arguments = {name: getattr(model, name, None) for name in ("num_classes", "global_pool", "in_chans")}
+    arguments = dict(getattr(model, ARGUMENTS, {}))
+    arguments |= {name: getattr(model, name, None) for name in ("num_classes", "global_pool", "in_chans")}
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if size is not None:
         arguments["img_size"] = list(size)
     if getattr(model, "dynamic_img_size", False):
         arguments["dynamic_img_size"] = True
     return {key: value for key, value in arguments.items() if value is not None}
+
+
+def _known_modules() -> set[str]:
+    """The modules of transformers whose models are built from files: those that `convert` knows."""
+    return {name for name in known_modules() if name.startswith("transformers.")}
 
 
 def check_description(description: Any, source: str) -> None:
@@ -94,12 +122,28 @@ def check_description(description: Any, source: str) -> None:
     names = {"library": built["library"], "arguments": arguments, "attention": description.get("attention")}
     if not isinstance(arguments, dict) or not isinstance(names["attention"], dict):
         raise CheckpointError(f"{source} is damaged: its description is not what ecoformer.save writes")
-    if ":" in built["name"] or _NEVER & set(arguments):
-        raise CheckpointError(f"{source} names files other than itself, which are not opened")
+    if ":" in built["name"] or _leads_elsewhere(arguments) or _leads_elsewhere(built.get("config")):
+        raise CheckpointError(f"{source} names files or code other than itself, which are not opened")
+    if built.get("attention") not in _IMPLEMENTATIONS:
+        raise CheckpointError(
+            f"{source} names an attention kernel, {built['attention']!r}, which is not loaded"
+        )
     records = description.get("conversions")
     for record in records if isinstance(records, list) else [None]:
         if not isinstance(record, dict) or not isinstance(record.get("layers"), dict):
             raise CheckpointError(f"{source} is damaged: it does not say how layers were converted")
+
+
+def _leads_elsewhere(value: Any) -> bool:
+    """Whether arguments or a config would make a library open other files, download, or import code."""
+    if isinstance(value, dict):
+        named = any(key in _NEVER or str(key).endswith("attn_implementation") for key in value)
+        return named or any(_leads_elsewhere(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_leads_elsewhere(item) for item in value)
+    return isinstance(value, str) and value.startswith(
+        ("hf-hub:", "hf_hub:", "local-dir:", "http:", "https:")
+    )
 
 
 def rebuild(description: dict[str, Any]) -> nn.Module:
@@ -150,6 +194,7 @@ def _timm(name: str, arguments: dict[str, Any], images: dict[str, Any]) -> nn.Mo
     settings = getattr(model, "pretrained_cfg", None)
     if isinstance(settings, dict):
         settings.update(_tuples(images))
+    setattr(model, ARGUMENTS, dict(arguments))
     return model
 
 
@@ -157,7 +202,8 @@ def _transformers(name: str, config: dict[str, Any], attention: str | None) -> n
     with _needs("transformers", name):
         import transformers
     cls: Any = getattr(transformers, name, None)
-    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+    is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+    if not is_model or cls.__module__ not in _known_modules():
         raise CheckpointError(f"transformers {transformers.__version__} has no model class {name!r}")
     anything = cast(Any, cls)
     built = anything._from_config(anything.config_class.from_dict(config), attn_implementation=attention)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ecoformer import storage
 from ecoformer.checkpoints.describe import check_description, describe, prepare, rebuild
 from ecoformer.checkpoints.structure import difference, structure
-from ecoformer.conversion.verb import RECORD
+from ecoformer.conversion.verb import RECORD, unwrapped
 from ecoformer.storage import CheckpointError
 
 
@@ -40,6 +40,7 @@ def save(
         standalone: False leaves out how the model is built, for one that was changed by hand. `load` then
             needs such a model.
     """
+    model = unwrapped(model)
     description = describe(model, arguments, standalone=standalone)
     storage.check_config(description)
     if description["model"]["library"] is not None:
@@ -62,23 +63,41 @@ def load(
     tensors, description = storage.read(path)
     check_description(description, source)
     if model is None:
-        with _blaming(f"{source} does not describe a model that can be built"):
-            new = rebuild(description)
-        _check_attention(new, description, source)
-        _take_dtypes(new, tensors)
-        storage.load_into(new, tensors, source=source)
-        return new.to(device).eval()
+        return _build(tensors, description, source).to(device).eval()
+    given, model = model, unwrapped(model)
     # Everything is tried on a copy without data first.
     rehearsal = _on_meta(model)
     bare = not structure(model, ours_only=True)
     steps = description if bare else description | {"conversions": []}
     with _blaming(f"{source} does not fit {type(model).__name__}"):
         prepare(rehearsal, steps)
-    _check_attention(rehearsal, description, source)
+    _check_same(rehearsal, description, source)
     storage.check_fit(rehearsal, tensors, source=source)
     prepare(model, steps)
     storage.load_into(model, tensors, source=source)
-    return model.eval()
+    return given.eval()
+
+
+def _build(tensors: dict[str, Tensor], description: dict[str, Any], source: str) -> nn.Module:
+    with _blaming(f"{source} does not describe a model that can be built"):
+        # On shapes alone first, so that a small file cannot ask for a large model.
+        rehearsal = _rebuild_on_meta(description)
+        if rehearsal is not None:
+            storage.check_fit(rehearsal, tensors, source=source)
+        new = rebuild(description)
+    _check_same(new, description, source)
+    _take_dtypes(new, tensors)
+    storage.load_into(new, tensors, source=source)
+    return new
+
+
+def _rebuild_on_meta(description: dict[str, Any]) -> nn.Module | None:
+    """None where a model cannot be built without data."""
+    try:
+        with torch.device("meta"):
+            return rebuild(description)
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def _check_rebuilds(model: nn.Module, description: dict[str, Any]) -> None:
@@ -88,7 +107,7 @@ def _check_rebuilds(model: nn.Module, description: dict[str, Any]) -> None:
         "model to load"
     )
     try:
-        again = rebuild(description)
+        again = _rebuild_on_meta(description) or rebuild(description)
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{name} cannot be built with {arguments} ({_line(error)}): {remedy}") from error
     odd = difference(structure(model), structure(again)) or _other_shapes(model, again)
@@ -108,12 +127,14 @@ def _other_shapes(model: nn.Module, again: nn.Module) -> str | None:
     return None
 
 
-def _check_attention(model: nn.Module, description: dict[str, Any], source: str) -> None:
-    """A mechanism or a setting that leaves no trace in the tensors must be the file's."""
+def _check_same(model: nn.Module, description: dict[str, Any], source: str) -> None:
+    """Mechanisms and settings that leave no trace in the tensors must be the file's."""
     odd = difference(structure(model, ours_only=True), description["attention"])
+    if odd is None and description.get("modules"):
+        odd = difference(structure(model), description["modules"])
     if odd:
         known = " (it is converted already: pass it as it was before)" if getattr(model, RECORD, []) else ""
-        raise CheckpointError(f"{source} holds another model: {odd} in the file{known}")
+        raise CheckpointError(f"{source} does not fit {type(model).__name__}: {odd} in the file{known}")
 
 
 def _take_dtypes(model: nn.Module, tensors: dict[str, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -31,9 +32,11 @@ def version(show: bool = typer.Option(False, "--version", help="Show the version
 
 
 def main() -> None:
-    """Run a command; what a user did wrong is one line, not a traceback."""
+    """Run a command; what went wrong is one line. ECOFORMER_DEBUG=1 shows where."""
     try:
         app()
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        typer.echo(f"ecoformer: {' '.join(str(error).split())}", err=True)
+    except Exception as error:
+        if os.environ.get("ECOFORMER_DEBUG"):
+            raise
+        typer.echo(f"ecoformer: {' '.join(str(error).split()) or type(error).__name__}", err=True)
         sys.exit(1)

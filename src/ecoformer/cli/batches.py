@@ -12,21 +12,27 @@ from ecoformer.cli.sources import Source
 IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
 
 
-def sample_batch(source: Source, path: Path, samples: int) -> Any:
-    """The first samples as the model takes them: a tensor of images, or tokens with their mask."""
+def sample_batch(source: Source, path: Path, samples: int) -> tuple[Any, int]:
+    """The first samples as the model takes them, images or tokens with their mask, and how many there are."""
     if path.is_dir():
-        return _images(source, path, samples)
-    if not path.is_file():
-        raise FileNotFoundError(f"--fit: there is no folder or file {path}")
+        images = _images(source, path, samples)
+        return images, len(images)
     if source.tokenizer is None:
         raise ValueError(
             f"--fit {path}: {source.what} has no tokeniser to read texts with: pass a folder of images"
         )
-    texts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()][:samples]
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--fit {path} is no text in UTF-8: {error}") from error
+    texts = [line for line in lines if line.strip()][:samples]
     if not texts:
         raise ValueError(f"--fit {path} holds no text")
-    batch = source.tokenizer(texts, padding=True, truncation=True, max_length=512, return_tensors="pt")
-    return dict(batch)
+    most = getattr(getattr(source.model, "config", None), "max_position_embeddings", 512)
+    batch = source.tokenizer(
+        texts, padding=True, truncation=True, max_length=min(512, most), return_tensors="pt"
+    )
+    return dict(batch), len(texts)
 
 
 def _images(source: Source, folder: Path, samples: int) -> Any:
@@ -43,6 +49,9 @@ def _images(source: Source, folder: Path, samples: int) -> Any:
     transform = timm_data.create_transform(**settings, is_training=False)
     images = []
     for file in files:
-        with Image.open(file) as image:
-            images.append(transform(image.convert("RGB")))
+        try:
+            with Image.open(file) as image:
+                images.append(transform(image.convert("RGB")))
+        except OSError as error:
+            raise ValueError(f"--fit: {file} cannot be read as an image: {error}") from error
     return torch.stack(images)

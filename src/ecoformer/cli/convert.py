@@ -14,6 +14,7 @@ from ecoformer.checkpoints import save
 from ecoformer.cli.batches import sample_batch
 from ecoformer.cli.sources import open_model
 from ecoformer.conversion import convert as convert_model
+from ecoformer.conversion.verb import NOT_FITTED
 from ecoformer.hashing import fit_hashers, hashers_of
 
 
@@ -53,21 +54,23 @@ def convert(
 
     Example: `ecoformer convert pvt_v2_b0 eco_b0.safetensors --attention eco --fit photos/`
     """
-    if target.exists() and not force:
-        raise FileExistsError(f"{target} is there already: choose another name or pass --force")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {target.parent}")
-    opened = open_model(source, architecture=architecture, pretrained=pretrained)
+    _check_target(target, force)
     config = _config(settings or [], local)
+    if fit is not None and not fit.exists():
+        raise FileNotFoundError(f"--fit: there is no folder or file {fit}")
+    opened = open_model(source, architecture=architecture, pretrained=pretrained)
     report = convert_model(opened.model, attention, layers=layers or None, **config)
-    notes = [note for note in report.notes if fit is None or "fit_hashers" not in note]
+    notes = [note for note in report.notes if note != NOT_FITTED]
+    if fit is None and len(notes) < len(report.notes):
+        notes.append("hash functions are not fitted: --fit takes a folder of images or a file of texts")
     report = replace(report, notes=(*notes, *opened.notes))
     fitted: list[str] = []
     if fit is not None:
         if not hashers_of(opened.model):
             raise ValueError(f"{attention} has no hash functions to fit: leave --fit away")
-        batch = sample_batch(opened, fit, samples)
-        fitted = fit_hashers(opened.model, [batch], samples=samples, seed=seed, progress=not as_json)
+        batch, samples = sample_batch(opened, fit, samples)
+        names = fit_hashers(opened.model, [batch], samples=samples, seed=seed, progress=not as_json)
+        fitted = [name for name in names if hashers_of(opened.model)[name].learns]
     written = save(opened.model, target)
     facts = report.to_dict() | {"source": opened.what, "fitted": fitted, "written": str(written)}
     if as_json:
@@ -79,19 +82,31 @@ def convert(
     typer.echo(f"wrote {written}")
 
 
+def _check_target(target: Path, force: bool) -> None:
+    if target.is_dir():
+        raise IsADirectoryError(f"{target} is a folder: OUT is the file to write")
+    if target.exists() and not force:
+        raise FileExistsError(f"{target} is there already: choose another name or pass --force")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {target.parent}")
+
+
 def _config(settings: list[str], local: str | None) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not key.isidentifier():
             raise ValueError(f"--set takes KEY=VALUE, got {setting!r}")
+        if key in ("model", "mechanism", "layers", "example") or (key == "local" and local is not None):
+            option = {"mechanism": "--attention", "layers": "--layers", "local": "--local"}.get(key, "IN")
+            raise ValueError(f"--set takes arguments of the mechanism, and {key!r} is none: use {option}")
         try:
             config[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             config[key] = value
     if local is not None:
         sizes = local.lower().split("x")
-        if not all(size.isdigit() for size in sizes) or len(sizes) > 2:
+        if not all(size.isascii() and size.isdigit() for size in sizes) or len(sizes) > 2:
             raise ValueError(f"--local takes 7 or 3x3, got {local!r}")
         config["local"] = int(sizes[0]) if len(sizes) == 1 else tuple(int(size) for size in sizes)
     return config

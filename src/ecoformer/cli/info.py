@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import nn
 
 from ecoformer import __version__
@@ -36,6 +36,8 @@ def info(
     Example: `ecoformer info ecoformer_pvt_v2_b0`
     """
     if model is None:
+        if architecture is not None:
+            raise ValueError("--model says what a weights file is of: name the file too")
         facts = {"versions": versions(), "backends": backends(), "mechanisms": list_attentions()}
         typer.echo(json.dumps(facts, indent=2)) if as_json else _show_machine(facts)
         return
@@ -93,13 +95,20 @@ def _show_machine(facts: dict[str, Any]) -> None:
     for name, value in facts["backends"].items():
         table.add_row(f"backend {name}", value)
     table.add_row("mechanisms", ", ".join(facts["mechanisms"]))
-    Console().print(table)
+    _console().print(table)
+
+
+def _console() -> Console:
+    """Names may hold brackets, which are no markup; in a pipe there is no edge to break lines at."""
+    console = Console(markup=False, highlight=False)
+    return console if console.is_terminal else Console(markup=False, highlight=False, width=200)
 
 
 def _show_model(facts: dict[str, Any]) -> None:
-    console = Console()
-    console.print(f"{facts['model']}: {facts['class']}, {facts['parameters']:,} parameters")
-    table = Table("layer", "attention", "channels", "heads", "more")
+    console = _console()
+    console.print(f"{facts['model']}: {facts['class']}, {facts['parameters']:,} parameters", soft_wrap=True)
+    # Layers' names are what --layers takes: they must not be cut.
+    table = Table(Column("layer", overflow="fold"), "attention", "channels", "heads", "more")
     for layer in facts["layers"]:
         more = {k: v for k, v in layer.items() if k not in ("name", "attention", "dim", "heads")}
         if "fitted" in more:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,11 @@ def open_model(name: str, *, architecture: str | None = None, pretrained: bool =
     `architecture`; a folder that `transformers` or our `save_pretrained` wrote; or a timm model's name.
     """
     path = Path(name)
+    is_name = not path.is_dir() and not path.is_file()
+    if architecture is not None and not path.is_file():
+        raise ValueError(f"--model says what a weights file is of, but {name} is no file")
+    if pretrained and not is_name:
+        raise ValueError(f"--pretrained is for the name of a timm model, but {name} has weights of its own")
     if path.is_dir():
         return _from_folder(path)
     if path.is_file():
@@ -41,50 +48,67 @@ def open_model(name: str, *, architecture: str | None = None, pretrained: bool =
 
 
 def _from_file(path: Path) -> Source:
-    if path.suffix == ".safetensors":
-        return Source(load(path), f"checkpoint {path.name}")
+    hint = "Weights of a timm model need its name: --model pvt_v2_b0"
     try:
+        if _is_safetensors(path):
+            return Source(load(path), f"checkpoint {path.name}")
         return Source(load_official(path), f"released checkpoint {path.name}")
     except CheckpointError as error:
-        raise CheckpointError(
-            f"{error} If these are the weights of a timm model, name it with --model, as in --model pvt_v2_b0"
-        ) from error
+        raise CheckpointError(f"{str(error).rstrip('.')}. {hint}") from error
+
+
+def _is_safetensors(path: Path) -> bool:
+    """By its name or, whatever its name, by its start: the header's length, and JSON."""
+    with path.open("rb") as file:
+        return path.suffix == ".safetensors" or file.read(9)[8:] == b"{"
 
 
 def _from_weights(path: Path, architecture: str) -> Source:
     from timm.models import load_checkpoint, load_state_dict
 
-    state = load_state_dict(str(path), weights_only=True)
-    head = next(
-        (state[name] for name in ("head.weight", "fc.weight", "classifier.weight") if name in state), None
-    )
-    arguments = {} if head is None else {"num_classes": head.shape[0]}
-    model = _timm(architecture, **arguments)
-    try:
+    with _blaming(f"{path.name} cannot be read as weights"):
+        state = load_state_dict(str(path), weights_only=True)
+    names = ("head.weight", "fc.weight", "classifier.weight")
+    head = next((state[name] for name in names if name in state), None)
+    model = _timm(architecture, **({} if head is None else {"num_classes": head.shape[0]}))
+    with _blaming(f"{path.name} does not fit {architecture}"):
         load_checkpoint(model, str(path), strict=True, weights_only=True)
-    except RuntimeError as error:
-        raise CheckpointError(f"{path.name} does not fit {architecture}: {error}") from error
     return Source(model, f"timm model {architecture} with the weights of {path.name}")
 
 
 def _from_folder(path: Path) -> Source:
     weights = path / "model.safetensors"
-    if weights.is_file():
-        try:
+    config = path / "config.json"
+    if weights.is_file() and _is_safetensors(weights):
+        about = config.read_text(encoding="utf-8") if config.is_file() else "{}"
+        if "architectures" not in about:  # what transformers writes, and we do not
             return Source(load(weights), f"checkpoint {path.name}/")
-        except CheckpointError:
-            pass  # not ours: Hugging Face's files have the same name
-    if not (path / "config.json").is_file():
+    if not config.is_file():
         raise FileNotFoundError(f"folder {path} holds no config.json: is it what save_pretrained wrote?")
-    from transformers import AutoModel, AutoTokenizer
+    with _blaming(f"{path.name}/ cannot be loaded by transformers"):
+        return _from_transformers(path, json.loads(config.read_text(encoding="utf-8")))
+
+
+def _from_transformers(path: Path, config: dict[str, Any]) -> Source:
+    import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    model = AutoModel.from_pretrained(path, local_files_only=True)
-    has_words = any(
-        (path / name).is_file() for name in ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
-    )
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True) if has_words else None
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    # The class that was saved, so that its head is not lost; never code that comes with the folder.
+    cls: Any = getattr(transformers, (config.get("architectures") or ["AutoModel"])[0], None)
+    if cls is None or config.get("auto_map"):
+        raise ValueError("it needs code that is not part of transformers")
+    safe = {"local_files_only": True, "trust_remote_code": False}
+    model, loading = cls.from_pretrained(path, output_loading_info=True, **safe)
+    odd = [name for kind in ("missing_keys", "mismatched_keys") for name in loading.get(kind, ())]
+    if odd:
+        raise ValueError(
+            f"{len(odd)} weights are missing or of another shape, such as {sorted(map(str, odd))[0]}"
+        )
+    files = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
+    has_words = any((path / name).is_file() for name in files)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, **safe) if has_words else None
     return Source(model, f"transformers model {path.name}/", tokenizer)
 
 
@@ -97,3 +121,15 @@ def _timm(name: str, **arguments: Any) -> nn.Module:
         raise ValueError(f"{name!r} is neither a file, nor a folder, nor a timm model: {hint}")
     model: nn.Module = timm.create_model(name, **arguments)
     return model.eval()
+
+
+@contextlib.contextmanager
+def _blaming(what: str) -> Iterator[None]:
+    """Whatever another library raises over a user's file, as one short line that names it."""
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as error:
+        line = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(f"{what}: {line[:300]}{' ...' if len(line) > 300 else ''}") from error

@@ -7,9 +7,11 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,7 +19,7 @@ from ecoformer.arguments import shape
 from ecoformer.attention import Attention
 from ecoformer.conversion.rules import Adapter
 from ecoformer.hashing import FitOptions, fit_hashers, hashers_of
-from ecoformer.hashing.fitting import Forward, check_batches, move, run
+from ecoformer.hashing.fitting import Forward, Group, check_batches, move, run
 
 Loss = Literal["mse", "kl", "cosine"] | Callable[[Tensor, Tensor], Tensor]
 Output = Callable[[Any, Any], Tensor]
@@ -61,6 +63,7 @@ def distill(
     layers: float = 0.0,
     refit_every: int = 0,
     fit_options: FitOptions | None = None,
+    group: Group = None,
     output: Output | None = None,
     forward: Forward | None = None,
     progress: bool = True,
@@ -86,25 +89,31 @@ def distill(
         layers: weight of a second loss: the attention outputs, layer by layer, of the converted layers.
         refit_every: fit the hash functions again after so many steps, because the tokens move; 0 for never.
         fit_options: how to fit them then.
+        group: as in `fit_hashers`. With several ranks the student must be wrapped in DistributedDataParallel,
+            or `group="alone"` says that this rank learns by itself.
         output: `output(result, batch)` picks the tensor to compare, if not the result itself, its logits or
             its last hidden state (of tokens that are no padding).
         forward: how to run a batch, `forward(model, batch)`, if not `model(inputs)` or `model(**mapping)`.
         progress: show a progress bar on a terminal.
     """
     check_batches(batches)
+    _check_ranks(student, group)
     pairs = _check(student, teacher, steps, layers)
     parameters = [p for p in student.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError(f"every parameter of the student ({type(student).__name__}) is frozen")
     optimiser = torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, steps, warmup))
     device = parameters[0].device
     safe = _Weights(parameters)
     course = _Course(student, teacher, pairs, _loss(loss), output or _pick, forward or run)
+    refit = partial(fit_hashers, options=fit_options, group=group, forward=forward, progress=False)
     outputs: list[float] = []
     of_layers: list[float] = []
     with _eval_mode(student, teacher), _bar(steps, progress) as advance:
         for step, batch in enumerate(_endless(batches, steps)):
             if refit_every and step and step % refit_every == 0 and hashers_of(student):
-                fit_hashers(student, [batch], seed=step, options=fit_options, forward=forward, progress=False)
+                refit(student, [batch], seed=step)
             main, local = course.losses(move(batch, device))
             total = main + layers * local
             optimiser.zero_grad()
@@ -193,14 +202,20 @@ def _loss(loss: Loss) -> Callable[[Tensor, Tensor], Tensor]:
     return known[loss]
 
 
+def _check_ranks(student: nn.Module, group: Group) -> None:
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if several and group != "alone" and not isinstance(student, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"{dist.get_world_size()} ranks are up and would learn apart: wrap the student in "
+            'DistributedDataParallel, or pass group="alone" if only this rank is to learn'
+        )
+
+
 def _check(
     student: nn.Module, teacher: nn.Module, steps: int, layers: float
 ) -> dict[str, tuple[nn.Module, nn.Module]]:
     """Pairs of layers to compare, by name."""
-    places = [
-        {p.untyped_storage().data_ptr() for p in m.parameters() if p.numel()} for m in (student, teacher)
-    ]
-    if student is teacher or places[0] & places[1]:
+    if student is teacher or _memory_of(student) & _memory_of(teacher):
         raise ValueError(
             "student and teacher share weights, because convert works in place: keep "
             "teacher = copy.deepcopy(model) before converting"

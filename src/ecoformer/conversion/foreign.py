@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ecoformer.attention.weights import Projections, projections_of, rate_of
-from ecoformer.conversion.masks import is_causal_mask, key_padding, padding_of_tokens
+from ecoformer.conversion.masks import is_causal_mask, key_padding, padding_of_tokens, unseen
 from ecoformer.conversion.rules import Call, Image, register_conversion
 
 
@@ -71,12 +70,12 @@ def call_multihead(
     if query is not key or query is not value or query.ndim != 3:
         raise ValueError("a converted nn.MultiheadAttention attends to itself only: pass one batch thrice")
     x = query if batch_first else query.transpose(0, 1)
-    if attn_mask is not None and not is_causal:
+    if attn_mask is not None:  # is_causal is only a hint there
         is_causal = attn_mask.ndim == 2 and is_causal_mask(attn_mask, x.shape[1])
         if not is_causal:
             raise ValueError("attn_mask must be None or the causal mask: linear attention knows no other")
     if key_padding_mask is not None and key_padding_mask.is_floating_point():
-        key_padding_mask = key_padding_mask == -torch.inf
+        key_padding_mask = unseen(key_padding_mask)
     out = attention(x, key_padding_mask=key_padding_mask, is_causal=is_causal)
     return (out if batch_first else out.transpose(0, 1)), None
 
@@ -190,10 +189,7 @@ for _module, _class in (_TRANSFORMERS_TEXT | _TRANSFORMERS_VISION).items():
         projections=_separate,
         call=call_transformers,
         refuse=_refuse_transformers,
-        # Dinov2 takes images of any shape, so that its config does not tell the grid.
-        image=_transformers_image
-        if _module in _TRANSFORMERS_VISION and _class != "Dinov2Attention"
-        else None,
+        image=_transformers_image if _class in _ONE_GRID else None,
     )
 register_conversion(
     nn.MultiheadAttention,

@@ -46,8 +46,14 @@ class Found:
         if self.source is None:
             return []
         layer = self.layer.attention if isinstance(self.layer, Adapter) else self.layer
-        names = [name for name in unread_parameters(layer, self.source) if not name.startswith("local")]
+        names = unread_parameters(layer, self.source, ("local",))
         return list(dict.fromkeys(name.split(".")[0] for name in names))
+
+    @property
+    def local(self) -> nn.Module | None:
+        """The local branch of one of our mechanisms."""
+        layer = self.layer.attention if isinstance(self.layer, Adapter) else self.layer
+        return layer.local if isinstance(layer, Attention) else None
 
 
 def find_layers(model: nn.Module) -> list[Found]:
@@ -106,10 +112,39 @@ def _by_rule(name: str, layer: nn.Module, rule: Rule) -> Found:
             refusal = f"its rule cannot read it ({type(error).__name__}: {error})"
         else:
             more = unread_parameters(layer, source, rule.drops)
-            if not more:
+            refusal = f"it also holds {', '.join(more)}, which cannot be carried over" if more else None
+            refusal = refusal or _other_scale(layer, source) or _hidden_behaviour(layer, rule.drops)
+            if refusal is None:
                 return Found(name, layer, rule, source)
-            refusal = f"it also holds {', '.join(more)}, which cannot be carried over"
     return Found(name, layer, rule, refusal=refusal)
+
+
+def _other_scale(layer: nn.Module, source: Projections) -> str | None:
+    """Mechanisms here scale scores by one over the root of a head's channels, as nearly everybody does."""
+    usual = (source.dim // source.num_heads) ** -0.5
+    for name in ("scale", "scaling"):
+        value = getattr(layer, name, usual)
+        if isinstance(value, (int, float)) and abs(value - usual) > 1e-6:
+            return f"it scales scores by {name}={value:g} instead of {usual:g}"
+    return None
+
+
+def _hidden_behaviour(layer: nn.Module, known: tuple[str, ...]) -> str | None:
+    """What a layer does that its parameters do not show, and that a new layer would not do."""
+    for name, module in layer.named_modules():
+        where = f" of {name}" if name else ""
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            return f"hooks{where} would be lost: remove them, and register them again afterwards"
+        if "forward" in vars(module):
+            return f"forward{where} was replaced on the object, and would be lost"
+        if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
+            return f"{name} is a {type(module).__name__}, which computes something else than nn.Linear"
+    buffers = [name for name, _ in layer.named_buffers() if name.split(".")[0] not in known]
+    if buffers:
+        return f"it also holds the buffer {buffers[0]}, which cannot be carried over"
+    if getattr(layer, "is_causal", False) is True:
+        return "it is causal by itself, and the new layer would not know"
+    return None
 
 
 def _why_unknown(layer: nn.Module) -> str:
@@ -144,17 +179,11 @@ def choose(found: list[Found], layers: Selection) -> dict[str, str | None]:
 def _left_by_default(layer: Found, found: list[Found]) -> str | None:
     if layer.source is None:
         return None if layer.rule is not None else layer.refusal
-    stages = [f for f in found if f.source is not None]
-    while len(stages) > 1 and stages[-1] is not layer and _width(stages[-1]) == layer.source.dim:
-        stages.pop()
-    # What is left ends with this layer if only layers of its width come after it.
-    if stages[-1] is layer and len({_width(f) for f in found if f.source is not None}) > 1:
-        return f"last stage ({layer.source.dim} channels)"
+    widths = [f.source.dim for f in found if f.source is not None]
+    is_pyramid = widths == sorted(widths) and widths[0] < widths[-1]
+    if is_pyramid and layer.source.dim == widths[-1]:
+        return f"last stage ({widths[-1]} channels)"
     return None
-
-
-def _width(found: Found) -> int:
-    return 0 if found.source is None else found.source.dim
 
 
 def _names(found: list[Found]) -> list[str]:

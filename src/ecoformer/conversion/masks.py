@@ -29,12 +29,14 @@ def key_padding(mask: Any, x: Tensor) -> Tensor | None:
             f"attention_mask must broadcast to (B, heads, N, N) with B = {batch} and N = {n}, got {given}"
         )
     row = mask[:, 0, 0]
-    if not _same_for_all(mask, row):
-        raise ValueError(
-            f"attention_mask {given} differs between queries or heads: linear attention knows padding "
-            "of keys only"
+    spread = [d for d in (1, 2) if mask.shape[d] > 1 and mask.stride(d) != 0]
+    if spread:  # else sizes and strides say already that there is one row for all
+        _insist(
+            (mask == row[:, None, None]).all(),
+            f"attention_mask {given} differs between queries or heads: linear attention knows padding of "
+            "keys only",
         )
-    return _unseen(row).expand(batch, n)
+    return unseen(row).expand(batch, n)
 
 
 def padding_of_tokens(mask: Any, x: Tensor) -> Tensor | None:
@@ -44,26 +46,27 @@ def padding_of_tokens(mask: Any, x: Tensor) -> Tensor | None:
     return key_padding(mask, x)
 
 
-def _same_for_all(mask: Tensor, row: Tensor) -> bool:
-    # Sizes and strides of one say so without looking; a compiled graph cannot look.
-    spread = [d for d in (1, 2) if mask.shape[d] > 1 and mask.stride(d) != 0]
-    if not spread or torch.compiler.is_compiling():
-        return True
-    return bool((mask == row[:, None, None]).all())
-
-
-def _unseen(row: Tensor) -> Tensor:
+def unseen(row: Tensor) -> Tensor:
+    """Which keys a mask hides: false, or a number too low to matter where the mask is added to the scores."""
     if not row.is_floating_point():
         return ~row.bool()
-    low = row <= torch.finfo(row.dtype).min / 2
-    if row.dtype == torch.float32 or row.dtype == torch.float64:
-        low = row <= -1e4  # what older code writes for minus infinity
-    if not torch.compiler.is_compiling() and not bool((low | (row == 0)).all()):
-        raise ValueError(
-            f"attention_mask {shape(row)} adds numbers to the scores, but codes have none to add to: pass a "
-            "mask of 0 and minus infinity"
-        )
+    # Older code writes -1e4 for minus infinity; half precision has larger scores than that.
+    lowest = -1e4 if row.dtype in (torch.float32, torch.float64) else torch.finfo(row.dtype).min / 2
+    low = row <= lowest
+    _insist(
+        (low | (row == 0)).all(),
+        f"attention_mask {shape(row)} adds numbers to the scores, but codes have none to add to: pass a mask "
+        "of 0 and minus infinity",
+    )
     return low
+
+
+def _insist(condition: Tensor, message: str) -> None:
+    """Raise unless the condition holds; in a compiled graph, when it runs."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(condition, message)
+    elif not bool(condition):
+        raise ValueError(message)
 
 
 def is_causal_mask(mask: Tensor, n: int) -> bool:
@@ -72,5 +75,8 @@ def is_causal_mask(mask: Tensor, n: int) -> bool:
         return False
     causal = torch.ones(n, n, dtype=torch.bool, device=mask.device).triu(1)
     if mask.dtype != torch.bool:
-        return torch.equal(mask, torch.zeros_like(mask).masked_fill(causal, -torch.inf))
-    return torch.equal(mask, causal)
+        causal = torch.zeros_like(mask).masked_fill(causal, -torch.inf)
+    if not torch.compiler.is_compiling():
+        return torch.equal(mask, causal)
+    _insist((mask == causal).all(), "attn_mask must be the causal mask: linear attention knows no other")
+    return True

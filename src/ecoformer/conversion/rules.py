@@ -85,9 +85,9 @@ def rule_for(layer: nn.Module) -> Rule | None:
     return _RULES.get(dotted_name(type(layer)))
 
 
-def known_classes() -> list[str]:
-    """Dotted names of the classes that have rules."""
-    return sorted(_RULES)
+def known_modules() -> set[str]:
+    """Python modules whose classes have rules."""
+    return {name.rpartition(".")[0] for name in _RULES}
 
 
 class Adapter(nn.Module):

@@ -14,6 +14,7 @@ from ecoformer.conversion.layers import Found, Selection, choose, find_layers
 from ecoformer.conversion.report import Conversion, Left, Replaced
 from ecoformer.conversion.rules import Adapter, Image
 
+NOT_FITTED = "hash functions are not fitted yet: ecoformer.fit_hashers(model, batches)"
 RECORD = "ecoformer_conversions"
 """Attribute of a converted model: what was done to it, so that a checkpoint can do it again."""
 
@@ -32,6 +33,8 @@ def convert(
     mechanism shares queries and keys, the queries' weights serve both. Device, dtype and mode are kept.
     Either every chosen layer is converted or, with an error that says why, none.
 
+    Its parameters are new ones: build the optimiser, and wrap the model for several processes, afterwards.
+
     Known are the attention of timm's PVTv2, Twins, ViT and DeiT, of Hugging Face's BERT- and ViT-like
     encoders, `nn.MultiheadAttention` as self-attention, and our own, so that spatial reduction can become
     softmax and softmax hashed attention. `register_conversion` teaches others.
@@ -48,6 +51,7 @@ def convert(
             hashed attention needs in models that have no convolutions; `seed` is raised by one a layer.
     """
     cls = attention_class(mechanism)
+    model = unwrapped(model)
     found = find_layers(model)
     why_left = choose(found, layers)
     chosen = [f for f in found if why_left[f.name] is None]
@@ -70,6 +74,18 @@ def convert(
     record = {"mechanism": mechanism, "layers": {f.name: s for f, s in zip(chosen, settings, strict=True)}}
     setattr(model, RECORD, [*getattr(model, RECORD, []), record])
     return report
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model that `torch.compile` wrapped; what several processes share cannot be changed any more."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    if "_orig_mod" in model._modules:  # torch.compile's
+        return model.get_submodule("_orig_mod")
+    wrapper = type(model).__name__
+    if any(word in wrapper for word in ("DataParallel", "FSDP")):
+        raise ValueError(f"the model is wrapped in {wrapper}: convert first, wrap afterwards")
+    return model
 
 
 def _refuse(model: nn.Module, found: list[Found], chosen: list[Found]) -> None:
@@ -166,7 +182,7 @@ def _run(model: nn.Module, example: Any) -> None:
 
     try:
         call("meta", {name: tensor.to("meta") for name, tensor in tensors})
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         call(next((t.device for _, t in tensors), torch.device("cpu")), {})
 
 
@@ -202,8 +218,6 @@ def _build(cls: type[Attention], found: Found, settings: dict[str, Any]) -> Atte
             new = cls.from_projections(_source(found), **settings).train(layer.training)
     except TypeError as error:
         raise TypeError(f"{cls.name}: {error} (see help(ecoformer.attention.{cls.__name__}))") from error
-    if not any(parameter.requires_grad for parameter in layer.parameters()):
-        new.requires_grad_(False)  # what was frozen stays frozen
     return new
 
 
@@ -250,8 +264,14 @@ def _notes(model: nn.Module, chosen: list[Found], new: list[Attention]) -> list[
             "the model mixes neighbours by no convolution, and hashed attention cannot single them out: "
             "consider local=7 (text) or local=(3, 3) (images), and distill"
         )
+    pairs = list(zip(chosen, new, strict=True))
+    if any(f.local is not None and (a.local is None or a.local.size != f.local.size) for f, a in pairs):
+        notes.append("a local branch is left behind: the new one is of another size, and starts at zero")
+    dropped = {f.source.attn_drop for f, a in pairs if f.source and f.source.attn_drop and not a.has_weights}
+    if dropped:
+        notes.append(f"dropout of attention weights ({max(dropped):g}) is left behind: there are no weights")
     if any(attention.hasher.learns for attention in hashed):
-        notes.append("hash functions are not fitted yet: ecoformer.fit_hashers(model, batches)")
+        notes.append(NOT_FITTED)
     return notes
 
 

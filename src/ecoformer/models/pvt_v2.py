@@ -42,7 +42,8 @@ class EcoPyramidVisionTransformerV2(HubMixin, original.PyramidVisionTransformerV
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        set_attention(self, attention, attention_config, attention_layers, (self.in_chans, *pair(img_size)))
+        image = (kwargs.get("in_chans", 3), *pair(img_size))
+        set_attention(self, attention, attention_config, attention_layers, image)
 
 
 def _carry(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from timm.models import checkpoint
 from timm.models import twins as original
 from torch import Tensor
@@ -30,7 +31,7 @@ class Block(original.Block):
 
     def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
         """Tokens (B, N, C) of a feature map of that size."""
-        if self.grad_checkpointing and self.training:
+        if self.grad_checkpointing and torch.is_grad_enabled():
             out: Tensor = checkpoint(super().forward, x, size)
             return out
         out = super().forward(x, size)
@@ -58,7 +59,8 @@ class EcoTwins(HubMixin, original.Twins):
         **kwargs: Any,
     ) -> None:
         super().__init__(img_size=img_size, block_cls=Block, **kwargs)
-        set_attention(self, attention, attention_config, attention_layers, (self.in_chans, *pair(img_size)))
+        image = (kwargs.get("in_chans", 3), *pair(img_size))
+        set_attention(self, attention, attention_config, attention_layers, image)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Trade time for memory in training: blocks are computed again in the backward pass."""

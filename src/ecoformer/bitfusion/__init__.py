@@ -1,0 +1,30 @@
+"""BitFusion as an analytic model: time and energy of matrix products on an array of split multipliers.
+
+`simulate(FullyConnected(16, 32, 3136))` searches tiles and loop orders and says what the best one costs.
+"""
+
+from __future__ import annotations
+
+from .array import BitFusion
+from .energy import EnergyParts, EnergyTable
+from .ops import Convolution, FullyConnected, Op
+from .simulation import PAPER_ARRAY, DramBits, Result, Tiling, Total, simulate, simulate_all
+from .workloads import attention_layer, printed_layer
+
+__all__ = [
+    "PAPER_ARRAY",
+    "BitFusion",
+    "Convolution",
+    "DramBits",
+    "EnergyParts",
+    "EnergyTable",
+    "FullyConnected",
+    "Op",
+    "Result",
+    "Tiling",
+    "Total",
+    "attention_layer",
+    "printed_layer",
+    "simulate",
+    "simulate_all",
+]

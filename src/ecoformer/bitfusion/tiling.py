@@ -1,0 +1,237 @@
+"""How an operation is cut into tiles and loops, and what that moves over the DRAM interface.
+
+Three loops run over the tiles: rows, inputs and outputs. Each of the three streams is indexed by two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import permutations
+from typing import NamedTuple
+
+from .array import BitFusion
+from .ops import Convolution, FullyConnected, Op
+
+LOOPS = ("rows", "inputs", "outputs")
+_INDEXED_BY = {"weights": (1, 2), "activations": (0, 1), "sums": (0, 2)}
+_ORDERS = tuple(permutations(range(3)))
+
+
+class RowTile(NamedTuple):
+    """Some rows of the product, how many such tiles there are, and the pixels one touches in each channel."""
+
+    rows: int
+    trips: int
+    pixels: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An operation as one matrix product, `repeats` times in sequence."""
+
+    row_tiles: tuple[RowTile, ...]
+    channels: int
+    taps: int
+    outputs: int
+    activation_bits: int
+    weight_bits: int
+    repeats: int = 1
+
+
+class Tile(NamedTuple):
+    """One tile: its size, how often each loop runs, its cycles, and its data in bits."""
+
+    rows: int
+    inputs: int
+    outputs: int
+    trips: tuple[int, int, int]
+    cycles: int
+    weights: int
+    activations: int
+    sums: int
+
+    @property
+    def tiles(self) -> int:
+        """Tiles in all; the last of a loop is charged as a whole one."""
+        return self.trips[0] * self.trips[1] * self.trips[2]
+
+
+class Traffic(NamedTuple):
+    """Bits of a stream over the whole operation, and the most of it that its buffer holds at a time."""
+
+    total: int
+    resident: int
+
+
+class Schedule(NamedTuple):
+    """A tile in an order of the loops (outermost first) and the traffic of the three streams."""
+
+    tile: Tile
+    order: tuple[int, ...]
+    weights: Traffic
+    activations: Traffic
+    sums: Traffic
+
+    @property
+    def dram_bits(self) -> int:
+        """All traffic; sums are read and written."""
+        return self.weights.total + self.activations.total + 2 * self.sums.total
+
+    def cycles(self, width: int) -> tuple[int, int]:
+        """Cycles of computing and of stalling on a DRAM interface of `width` bits a cycle.
+
+        What fills the buffers at the start, and what is left in them at the end, moves while the array
+        stands still; all other traffic moves while it computes.
+        """
+        busy = self.tile.cycles * self.tile.tiles
+        last = self.sums.resident
+        first = self.weights.resident + self.activations.resident + last
+        hidden = _ceil(self.dram_bits - first - last, width)
+        return busy, max(0, hidden - busy) + _ceil(first, width) + _ceil(last, width)
+
+
+def lower(op: Op, array: BitFusion) -> list[Problem]:
+    """The ways to run an operation as a matrix product: one, or several where it has groups."""
+    bits = (op.activation_bits, op.weight_bits)
+    if isinstance(op, FullyConnected):
+        rows = tuple(RowTile(size, _ceil(op.rows, size), size) for size in _steps(op.rows))
+        return [Problem(rows, op.inputs, 1, op.outputs, *bits)]
+    rows = tuple(_pixel_tiles(op))
+    channels, outputs = op.in_channels // op.groups, op.out_channels // op.groups
+    return [
+        Problem(rows, n * channels, op.taps, n * outputs, *bits, repeats=op.groups // n)
+        for n in range(1, op.groups + 1)
+        if op.groups % n == 0 and (n == 1 or n * outputs <= array.outputs)
+    ]
+
+
+def tiles(problem: Problem, array: BitFusion) -> Iterator[Tile]:
+    """All tiles that fit the buffers, larger ones first."""
+    lanes = array.inputs * array.fusion(problem.activation_bits, problem.weight_bits)
+    rooms = room(array)
+    for outputs in _steps(problem.outputs, array.outputs):
+        columns = _ceil(outputs, array.outputs)
+        for channels in _steps(problem.channels):
+            steps = _ceil(channels * problem.taps, lanes)
+            weights = steps * lanes * outputs * problem.weight_bits
+            if weights > rooms["weights"]:
+                continue
+            trips = _ceil(problem.channels, channels), _ceil(problem.outputs, outputs)
+            for part in problem.row_tiles:
+                activations = part.pixels * channels * problem.activation_bits
+                sums = columns * array.outputs * part.rows * array.output_bits
+                if activations <= rooms["activations"] and sums <= rooms["sums"]:
+                    yield Tile(
+                        part.rows,
+                        channels * problem.taps,
+                        outputs,
+                        (part.trips, *trips),
+                        part.rows * columns * steps,
+                        weights,
+                        activations,
+                        sums,
+                    )
+
+
+def schedules(tile: Tile, array: BitFusion) -> Iterator[Schedule]:
+    """A tile in all orders of the loops that differ: a loop that runs once may stand anywhere."""
+    rooms = room(array)
+    seen = set()
+    for order in _ORDERS:
+        real = tuple(loop for loop in order if tile.trips[loop] > 1)
+        if real not in seen:
+            seen.add(real)
+            inner_first = order[::-1]
+            yield Schedule(
+                tile,
+                order,
+                _traffic(tile.weights, rooms["weights"], _INDEXED_BY["weights"], tile, inner_first),
+                _traffic(
+                    tile.activations, rooms["activations"], _INDEXED_BY["activations"], tile, inner_first
+                ),
+                _traffic(tile.sums, rooms["sums"], _INDEXED_BY["sums"], tile, inner_first),
+            )
+
+
+def least_cycles(tile: Tile, width: int) -> int:
+    """A bound from below on the cycles of a tile in any order, to save trying them."""
+    first = tile.weights + tile.activations + tile.sums
+    busy = tile.cycles * tile.tiles + _ceil(first, width) + _ceil(tile.sums, width)
+    rows, inputs, outputs = tile.trips
+    weights, activations = tile.weights * inputs * outputs, tile.activations * rows * inputs
+    return max(busy, _ceil(weights + activations + 2 * tile.sums * rows * outputs, width))
+
+
+def room(array: BitFusion) -> dict[str, int]:
+    """Bits of each stream that can be computed on: half the buffer, the other half is being filled."""
+    return {
+        "weights": 4 * array.weight_buffer,
+        "activations": 4 * array.activation_buffer,
+        "sums": 4 * array.output_buffer,
+    }
+
+
+def check_room(problem: Problem, array: BitFusion) -> None:
+    """Refuse buffers that cannot hold the smallest tile: one channel, one row, one line of outputs."""
+    lanes = array.inputs * array.fusion(problem.activation_bits, problem.weight_bits)
+    outputs = min(problem.outputs, array.outputs)
+    pixels = min(part.pixels for part in problem.row_tiles)
+    needs = {
+        "weight_buffer": _ceil(problem.taps, lanes) * lanes * outputs * problem.weight_bits,
+        "activation_buffer": pixels * problem.activation_bits,
+        "output_buffer": array.outputs * array.output_bits,
+    }
+    for name, bits in needs.items():
+        size, least = getattr(array, name), _ceil(bits, 4)
+        if size < least:
+            raise ValueError(
+                f"BitFusion.{name}={size} bytes is too small for the smallest tile of this operation, which "
+                f"must fit half of it: make it at least {least} bytes"
+            )
+
+
+def _traffic(
+    bits: int, space: int, indexed_by: tuple[int, int], tile: Tile, inner_first: tuple[int, ...]
+) -> Traffic:
+    """A stream's traffic, from the innermost loop outwards.
+
+    A loop that indexes the stream brings new data. One that does not finds its data still in the buffer if
+    all that the loops inside it touch fits there, and otherwise fetches it again.
+    """
+    total = footprint = resident = bits
+    for loop in inner_first:
+        trips = tile.trips[loop]
+        if loop in indexed_by:
+            total *= trips
+            footprint *= trips
+            if footprint <= space:
+                resident = footprint
+        elif footprint > space:
+            total *= trips
+    return Traffic(total, resident)
+
+
+def _pixel_tiles(op: Convolution) -> Iterator[RowTile]:
+    """Whole feature maps, whole lines, or a part of a line."""
+    height, width = op.out_height, op.out_width
+    line = op.span(1, width)
+    for maps in _steps(op.batch):
+        yield RowTile(maps * height * width, _ceil(op.batch, maps), maps * op.span(0, height) * line)
+    for lines in _steps(height)[1:]:
+        yield RowTile(lines * width, _ceil(height, lines) * op.batch, op.span(0, lines) * line)
+    for part in _steps(width)[1:]:
+        yield RowTile(part, _ceil(width, part) * height * op.batch, op.span(0, 1) * op.span(1, part))
+
+
+def _steps(size: int, unit: int = 1) -> list[int]:
+    """`size`, and all unit · 2^i below it, from the largest."""
+    steps = []
+    while unit < size:
+        steps.append(unit)
+        unit *= 2
+    return [size, *reversed(steps)]
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,234 @@
+"""The search against brute force, and what must hold of every result."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecoformer.bitfusion import (
+    PAPER_ARRAY,
+    BitFusion,
+    Convolution,
+    EnergyTable,
+    FullyConnected,
+    simulate,
+    simulate_all,
+)
+
+TINY = BitFusion(
+    inputs=2, outputs=4, dram_bits_per_cycle=24, weight_buffer=160, activation_buffer=64, output_buffer=96
+)
+ARRAYS = [PAPER_ARRAY, TINY, replace(TINY, weight_buffer=512, dram_bits_per_cycle=7)]
+DIMENSION = st.integers(1, 70)
+BITS = st.integers(1, 8)
+CASES = st.builds(FullyConnected, DIMENSION, DIMENSION, DIMENSION, BITS, BITS)
+CONVOLUTIONS = st.builds(
+    Convolution,
+    st.integers(1, 3),
+    st.sampled_from([2, 6]),
+    st.sampled_from([2, 4]),
+    st.integers(3, 9),
+    st.integers(3, 9),
+    kernel=st.integers(1, 3),
+    stride=st.integers(1, 3),
+    padding=st.integers(0, 1),
+    groups=st.integers(1, 2),
+    activation_bits=BITS,
+    weight_bits=BITS,
+)
+
+
+def sizes(whole, unit=1):
+    powers = [unit * 2**i for i in range(12)]
+    return {min(size, whole) for size in powers}
+
+
+def brute_force(op, array):
+    """Fewest (cycles, nJ), written down once more from the description and without any shortcut."""
+    lanes = array.inputs * array.fusion(op.activation_bits, op.weight_bits)
+    rooms = {"w": 4 * array.weight_buffer, "a": 4 * array.activation_buffer, "o": 4 * array.output_buffer}
+    found = []
+    for b, i, o in itertools.product(sizes(op.rows), sizes(op.inputs), sizes(op.outputs, array.outputs)):
+        steps, columns = math.ceil(i / lanes), math.ceil(o / array.outputs)
+        data = {
+            "w": steps * lanes * o * op.weight_bits,
+            "a": i * b * op.activation_bits,
+            "o": columns * array.outputs * b * array.output_bits,
+        }
+        if any(data[stream] > rooms[stream] for stream in data):
+            continue
+        trips = {"b": math.ceil(op.rows / b), "i": math.ceil(op.inputs / i), "o": math.ceil(op.outputs / o)}
+        count = trips["b"] * trips["i"] * trips["o"]
+        busy = count * b * columns * steps
+        for order in itertools.permutations("bio"):
+            total, held = traffic(data, rooms, trips, order)
+            found.append(
+                (
+                    cycles(busy, total, held, array.dram_bits_per_cycle),
+                    nanojoules(op, array, busy, total, (b, i, o), count),
+                )
+            )
+    return min(found)
+
+
+def traffic(data, rooms, trips, inner_first):
+    total, held = dict(data), dict(data)
+    for stream, loops in {"w": "io", "a": "bi", "o": "bo"}.items():
+        footprint = data[stream]
+        for loop in inner_first:
+            if loop in loops or footprint > rooms[stream]:
+                total[stream] *= trips[loop]
+            if loop in loops:
+                footprint *= trips[loop]
+                held[stream] = footprint if footprint <= rooms[stream] else held[stream]
+    return total, held
+
+
+def cycles(busy, total, held, width):
+    first, last = sum(held.values()), held["o"]
+    rest = total["w"] + total["a"] + 2 * total["o"] - first - last
+    stall = max(0, math.ceil(rest / width) - busy) + math.ceil(first / width) + math.ceil(last / width)
+    return busy + stall
+
+
+def nanojoules(op, array, busy, total, tile, count):
+    table, (b, i, o) = array.energy, tile
+    weights, activations, sums = i * o * op.weight_bits, b * i * op.activation_bits, b * o * array.output_bits
+    update = table.output_read + table.output_write
+    inside = min(
+        weights * b * table.weight_read + activations * o * table.activation_read + sums * update,
+        weights * table.weight_read + activations * o * table.activation_read + i * sums * update,
+        weights * b * table.weight_read + activations * table.activation_read + i * sums * update,
+    )
+    filling = total["w"] * table.weight_write + total["a"] * table.activation_write + total["o"] * update
+    dram = (total["w"] + total["a"] + 2 * total["o"]) * table.dram_bit
+    core = busy * array.inputs * array.outputs * table.unit_cycle
+    return (core + dram + filling + count * inside) / 1e3
+
+
+@pytest.mark.parametrize("array", ARRAYS)
+@given(op=CASES)
+def test_the_search_equals_brute_force(array, op):
+    result = simulate(op, array)
+    fewest, least = brute_force(op, array)
+    assert result.cycles == fewest
+    assert result.energy_nj == pytest.approx(least, rel=1e-12)
+
+
+@pytest.mark.parametrize("array", ARRAYS)
+@given(op=CASES | CONVOLUTIONS)
+def test_parts_sum_up_and_the_tile_fits(array, op):
+    result = simulate(op, array)
+    plain = json.loads(json.dumps(result.to_dict()))
+    assert plain["cycles"] == plain["compute_cycles"] + plain["stall_cycles"] == result.cycles
+    assert math.fsum(plain["energy_parts_nj"].values()) == pytest.approx(plain["energy_nj"], rel=1e-12)
+    assert result.energy.core + result.energy.dram + result.energy.buffers == pytest.approx(result.energy_nj)
+    assert result.energy.dram == pytest.approx(sum(plain["dram_bits"].values()) * array.energy.dram_bit / 1e3)
+    assert plain["latency_s"] == result.cycles / array.frequency_hz
+    tile = result.tiling
+    assert tile.weight_bits <= 4 * array.weight_buffer
+    assert tile.activation_bits <= 4 * array.activation_buffer
+    assert tile.output_bits <= 4 * array.output_buffer
+    assert 0 < result.utilisation <= 1
+    # Every operand crosses the interface at least once.
+    if isinstance(op, FullyConnected):
+        assert result.dram_bits.weights >= op.inputs * op.outputs * op.weight_bits
+        assert result.dram_bits.activations >= op.rows * op.inputs * op.activation_bits
+        assert result.dram_bits.output_writes >= op.rows * op.outputs * array.output_bits
+
+
+@pytest.mark.parametrize("array", ARRAYS)
+@given(op=CASES | CONVOLUTIONS, more=st.integers(1, 500))
+def test_more_bandwidth_never_takes_more_cycles(array, op, more):
+    wider = replace(array, dram_bits_per_cycle=array.dram_bits_per_cycle + more)
+    assert simulate(op, wider).cycles <= simulate(op, array).cycles
+
+
+@pytest.mark.parametrize("shape", [(16, 1024, 1024), (16, 4096, 512), (1024, 256, 256), (100, 512, 3072)])
+def test_wider_operands_are_never_cheaper(shape):
+    # True where inputs are a multiple of 256, which no precision pads, and nothing fits a buffer as a whole.
+    results = {
+        pair: simulate(FullyConnected(*shape, *pair)) for pair in itertools.product(range(1, 9), repeat=2)
+    }
+    for (a, w), result in results.items():
+        for wider in {(min(a + 1, 8), w), (a, min(w + 1, 8))}:
+            assert result.cycles <= results[wider].cycles
+            assert result.compute_cycles <= results[wider].compute_cycles
+
+
+@given(op=CASES | CONVOLUTIONS, bits=BITS)
+def test_wider_operands_never_compute_faster(op, bits):
+    # An interface this wide leaves nothing but computing, which padding does not lengthen.
+    op = replace(op, activation_bits=bits)
+    wider = replace(op, activation_bits=min(bits + 1, 8))
+    array = replace(PAPER_ARRAY, dram_bits_per_cycle=10**9)
+    assert simulate(op, array).cycles <= simulate(wider, array).cycles
+
+
+def test_precisions_of_the_sweep_cost_energy_in_their_order():
+    costs = [simulate(FullyConnected(16, 1024, 1024, bits, bits)).energy_nj for bits in range(1, 9)]
+    assert costs == sorted(costs)
+
+
+def test_narrow_operands_may_be_dearer():
+    # More padding; and what fits a buffer as a whole is loaded before anything is computed.
+    assert (
+        simulate(FullyConnected(6, 1280, 30, 3, 6)).cycles
+        > simulate(FullyConnected(6, 1280, 30, 3, 7)).cycles
+    )
+    assert (
+        simulate(FullyConnected(16, 16, 32, 1, 8)).cycles > simulate(FullyConnected(16, 16, 32, 8, 8)).cycles
+    )
+
+
+def test_one_bit_computes_as_two_and_moves_as_one():
+    one, two = (simulate(FullyConnected(16, 256, 1024, bits, bits)) for bits in (1, 2))
+    assert one.compute_cycles == two.compute_cycles
+    assert 2 * one.dram_bits.weights == two.dram_bits.weights
+    assert 2 * one.dram_bits.activations == two.dram_bits.activations
+
+
+def test_the_same_question_has_the_same_answer():
+    op = FullyConnected(784, 160, 640, 4, 8)
+    assert simulate(op, BitFusion()) == simulate(op, BitFusion())
+    from ecoformer.bitfusion.simulation import _simulate
+
+    before = simulate(op)
+    _simulate.cache_clear()
+    assert simulate(op) == before
+
+
+def test_energy_constants_are_the_users():
+    op = FullyConnected(16, 32, 32)
+    free = BitFusion(energy=EnergyTable(0, 0, 0, 0, 0, 0, 0, 0))
+    assert simulate(op, free).energy_nj == 0
+    only_core = replace(free, energy=replace(free.energy, unit_cycle=1.0))
+    assert simulate(op, only_core).energy_nj == pytest.approx(32 * 512 / 1e3)
+    # Where sums cost nothing to update, the operands stay instead.
+    cheap_sums = replace(free, energy=replace(free.energy, activation_read=1.0))
+    assert simulate(op, cheap_sums).tiling.stationary == "activations"
+
+
+def test_sums_over_operations():
+    op, other = FullyConnected(16, 32, 32), FullyConnected(16, 32, 64)
+    total = simulate_all([(op, 3), (other, 1), (op, 0)])
+    assert total.cycles == 3 * simulate(op).cycles + simulate(other).cycles
+    assert total.energy_nj == pytest.approx(3 * simulate(op).energy_nj + simulate(other).energy_nj)
+    bits = 3 * simulate(op).dram_bits.total + simulate(other).dram_bits.total
+    assert total.dram_bits.total == bits
+    assert json.loads(json.dumps(total.to_dict()))["cycles"] == total.cycles
+    assert simulate_all([]).cycles == 0
+
+
+def test_a_large_search_is_quick():
+    start = time.perf_counter()
+    simulate(FullyConnected(16, 4096, 4096, 8, 8))
+    simulate(FullyConnected(50_000, 3136, 3136))
+    assert time.perf_counter() - start < 2  # a hundredth of that alone on the machine

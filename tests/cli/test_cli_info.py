@@ -1,0 +1,285 @@
+"""`ecoformer info`: the machine without an argument, the attention layers of a model with one."""
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import ecoformer
+from ecoformer.cli import main
+
+timm = pytest.importorskip("timm")
+transformers = pytest.importorskip("transformers")
+
+SMALL = {"embed_dims": (8, 16, 24, 32), "num_heads": (1, 2, 3, 4), "depths": (1, 1, 1, 1), "num_classes": 5}
+TEXT = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+TEXT |= {"intermediate_size": 24, "max_position_embeddings": 20, "pad_token_id": 0}
+LAYERS = [f"stages.{stage}.blocks.0.attn" for stage in range(4)]
+COLUMNS = ["layer", "attention", "channels", "heads", "more"]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def command(*arguments, columns=120):
+        capsys.readouterr()
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(sys, "argv", ["ecoformer", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        return SimpleNamespace(status=end.value.code or 0, out=out, err=err)
+
+    return command
+
+
+@pytest.fixture
+def info(run):
+    """What works, as JSON."""
+
+    def command(*arguments):
+        done = run("info", *arguments, "--json")
+        assert (done.status, done.err) == (0, "")
+        return json.loads(done.out)
+
+    return command
+
+
+@pytest.fixture
+def refused(run, tmp_path):
+    def command(*arguments, words):
+        done = run("info", *arguments)
+        assert (done.status, done.out) == (1, "")
+        assert re.fullmatch(r"ecoformer: [^\n]+\n", done.err)
+        for word in words:
+            assert word in done.err
+        return done.err
+
+    return command
+
+
+def pyramid(**kwargs):
+    torch.manual_seed(0)
+    config = {"bits": 4, "support": 3}
+    return timm.create_model("ecoformer_pvt_v2_b0", **SMALL, **{"attention_config": config} | kwargs)
+
+
+def fitted(model):
+    options = ecoformer.FitOptions(steps=2, pairs=2)
+    ecoformer.fit_hashers(model, [torch.randn(2, 3, 64, 64)], options=options, progress=False)
+    return model
+
+
+def table(text):
+    """The heading above a table, and its rows by column."""
+    heading, *lines = text.splitlines()
+    rows = [re.split(r"\s*[│┃]\s*", line.strip())[1:-1] for line in lines if line.strip()[0] in "│┃"]
+    return heading, [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+
+
+class TestTheMachine:
+    def test_json(self, info):
+        facts = info()
+        assert set(facts) == {"versions", "backends", "mechanisms"}
+        assert facts["mechanisms"] == ecoformer.list_attentions()
+        assert facts["versions"]["ecoformer"] == ecoformer.__version__
+        assert facts["versions"]["python"] == platform.python_version()
+        assert facts["versions"]["torch"] == torch.__version__
+        assert facts["versions"]["timm"] == timm.__version__
+        assert "1 threads" in facts["backends"]["eager"]
+
+    def test_what_is_not_installed(self, info, monkeypatch):
+        monkeypatch.setattr(sys.modules["ecoformer.cli.info"], "PACKAGES", ("torch", "no-such-package"))
+        assert info()["versions"]["no-such-package"] == "not installed"
+
+    def test_for_a_person(self, run):
+        done = run("info")
+        assert (done.status, done.err) == (0, "")
+        told = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in done.out.splitlines())
+        assert told["ecoformer"] == ecoformer.__version__
+        assert told["torch"] == torch.__version__
+        assert told["mechanisms"] == ", ".join(ecoformer.list_attentions())
+        assert told["backend eager"].startswith("PyTorch operators")
+
+    def test_a_mechanism_of_ones_own_is_listed(self, info, monkeypatch):
+        from ecoformer.attention import registry
+
+        (known,) = (value for value in vars(registry).values() if isinstance(value, dict) and "eco" in value)
+        monkeypatch.setitem(known, "mine", known["eco"])
+        assert "mine" in info()["mechanisms"]
+
+
+class TestAModel:
+    def test_layer_by_layer(self, info):
+        ecoformer.save(pyramid(), "eco.safetensors")
+        facts = info("eco.safetensors")
+        assert facts == {
+            "model": "checkpoint eco.safetensors",
+            "class": "EcoPyramidVisionTransformerV2",
+            "parameters": sum(p.numel() for p in pyramid().parameters()),
+            "layers": [
+                {"name": name, "attention": "eco", "dim": dim, "heads": heads, "bits": 4, "fitted": False}
+                for name, dim, heads in zip(LAYERS[:3], (8, 16, 24), (1, 2, 3), strict=True)
+            ]
+            + [{"name": LAYERS[3], "attention": "Attention", "dim": 32, "heads": 4}],
+        }
+
+    def test_fitted_hash_functions(self, info):
+        model = pyramid()
+        model.stages[1].blocks[0].attn.attention.hasher.fitted.fill_(True)
+        ecoformer.save(model, "one.safetensors")
+        assert [layer.get("fitted") for layer in info("one.safetensors")["layers"]] == [
+            *(False, True, False, None)
+        ]
+        ecoformer.save(fitted(model), "all.safetensors")
+        assert [layer.get("fitted") for layer in info("all.safetensors")["layers"]] == [*[True] * 3, None]
+
+    def test_local_branches(self, info, run):
+        model = pyramid(attention_config={"bits": 4, "local": (3, 3)})
+        ecoformer.save(model, "local.safetensors")
+        assert [layer.get("local") for layer in info("local.safetensors")["layers"]] == [*[[3, 3]] * 3, None]
+        assert "local: (3, 3)" in run("info", "local.safetensors").out
+
+    def test_for_a_person(self, run):
+        ecoformer.save(fitted(pyramid()), "eco.safetensors")
+        done = run("info", "eco.safetensors")
+        assert (done.status, done.err) == (0, "")
+        heading, rows = table(done.out)
+        count = sum(p.numel() for p in pyramid().parameters())
+        assert heading == f"checkpoint eco.safetensors: EcoPyramidVisionTransformerV2, {count:,} parameters"
+        assert [row["layer"] for row in rows] == LAYERS
+        assert [row["heads"] for row in rows] == ["1", "2", "3", "4"]
+        assert rows[0] == dict(
+            zip(COLUMNS, [LAYERS[0], "eco", "8", "1", "bits: 4, fitted: yes"], strict=True)
+        )
+        assert rows[3] == dict(zip(COLUMNS, [LAYERS[3], "Attention", "32", "4", ""], strict=True))
+
+    def test_timm_by_name(self, info):
+        facts = info("test_vit")
+        assert facts["model"] == "timm model test_vit"
+        assert [layer["attention"] for layer in facts["layers"]] == ["Attention"] * 6
+        assert "fitted" not in facts["layers"][0]
+
+    def test_weights_of_a_timm_model(self, info):
+        model = timm.create_model("test_vit", num_classes=3)
+        torch.save(model.state_dict(), "weights.pth")
+        facts = info("weights.pth", "--model", "test_vit")
+        assert facts["model"] == "timm model test_vit with the weights of weights.pth"
+        assert facts["parameters"] == sum(p.numel() for p in model.parameters())
+
+    @pytest.mark.parametrize("classes", [3, 0])
+    def test_a_folder_of_ours(self, info, classes):
+        model = timm.create_model("ecoformer_pvt_v2_b0", **SMALL | {"num_classes": classes})
+        model.save_pretrained("mine")
+        facts = info("mine")
+        assert facts["model"] == "checkpoint mine/"
+        assert facts["parameters"] == sum(p.numel() for p in model.parameters())
+
+    def test_a_folder_of_transformers(self, info):
+        transformers.utils.logging.disable_progress_bar()
+        transformers.BertModel(transformers.BertConfig(**TEXT)).save_pretrained("bert")
+        facts = info("bert/")
+        assert (facts["model"], facts["class"]) == ("transformers model bert/", "BertModel")
+        assert [layer["name"] for layer in facts["layers"]] == [
+            f"encoder.layer.{i}.attention.self" for i in range(2)
+        ]
+        assert {layer["attention"] for layer in facts["layers"]} == {"BertSelfAttention"}
+
+    def test_what_cannot_be_converted_says_why(self, info, run):
+        config = transformers.GPT2Config(
+            n_embd=16, n_layer=1, n_head=2, vocab_size=9, bos_token_id=1, eos_token_id=1
+        )
+        transformers.utils.logging.disable_progress_bar()
+        transformers.GPT2Model(config).save_pretrained("gpt")
+        (layer,) = info("gpt")["layers"]
+        assert layer["attention"] == "GPT2Attention"
+        assert "no rule is known" in layer["cannot be converted"]
+        assert "cannot be converted: no rule" in " ".join(run("info", "gpt", columns=200).out.split())
+
+    def test_a_model_without_attention(self, info):
+        facts = info("test_resnet")
+        assert facts["class"] == "ResNet"
+        assert facts["layers"] == []
+
+    def test_brackets_in_a_name(self, run):
+        ecoformer.save(pyramid(), "model[v2].safetensors")
+        assert "model[v2].safetensors" in run("info", "model[v2].safetensors").out
+
+    def test_names_are_whole_in_a_pipe(self, run):
+        model = fitted(pyramid(attention_config={"bits": 4, "support": 3, "local": (3, 3)}))
+        ecoformer.save(model, "eco.safetensors")
+        out = run("info", "eco.safetensors", columns=80).out
+        assert all(name in out for name in LAYERS)
+
+    def test_the_heading_is_one_line(self, run):
+        name = "a_checkpoint_with_quite_a_long_name.safetensors"
+        ecoformer.save(pyramid(), name)
+        assert run("info", name, columns=80).out.splitlines()[0].endswith("parameters")
+
+
+class TestMistakes:
+    def test_names(self, refused, tmp_path):
+        refused("missing.pth", words=["missing.pth"])
+        refused("pvt_v2_b9", words=["'pvt_v2_b9'", "did you mean", "pvt_v2_b"])
+        (tmp_path / "empty").mkdir()
+        refused("empty", words=["empty", "config.json"])
+
+    @pytest.mark.parametrize("name", ["junk.pth", "junk.safetensors"])
+    def test_damaged_files(self, refused, tmp_path, name):
+        (tmp_path / name).write_bytes(b"junk" * 99)
+        refused(name, words=[name])
+
+    def test_errors_are_no_json(self, run):
+        done = run("info", "missing.pth", "--json")
+        assert (done.status, done.out) == (1, "")
+        assert done.err.startswith("ecoformer: ")
+
+    @pytest.mark.parametrize("arguments", [("a", "b"), ("--nothing",), ("--model",)])
+    def test_usage(self, run, arguments):
+        done = run("info", *arguments)
+        assert (done.status, done.out) == (2, "")
+        assert "Traceback" not in done.err
+
+    def test_an_option_that_means_nothing_here(self, refused):
+        refused("--model", "test_vit", words=["--model"])
+
+
+def test_help_shows_an_example(run):
+    done = run("info", "--help")
+    assert (done.status, done.err) == (0, "")
+    assert "Example: ecoformer info ecoformer_pvt_v2_b0" in " ".join(done.out.split())
+    assert "--json" in done.out
+
+
+def test_the_program_tells_its_version_and_commands(run):
+    done = run("--version")
+    assert (done.status, done.out, done.err) == (0, f"ecoformer {ecoformer.__version__}\n", "")
+    done = run("--help")
+    assert done.status == 0
+    assert {"convert", "info"} <= set(done.out.split())
+
+
+def test_as_a_program(tmp_path):
+    """The machine needs neither timm nor transformers, and JSON is all there is on stdout."""
+    code = """
+import runpy, sys
+sys.modules["timm"] = sys.modules["transformers"] = None
+sys.argv[1:] = ["info", "--json"]
+runpy.run_module("ecoformer", run_name="__main__")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["mechanisms"] == ecoformer.list_attentions()

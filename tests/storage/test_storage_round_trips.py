@@ -1,0 +1,174 @@
+"""What is written is what is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections import OrderedDict
+from pathlib import Path
+from types import MappingProxyType
+from unittest import mock
+
+import hypothesis.strategies as st
+import pytest
+import safetensors.torch
+import torch
+from files import DTYPES, all_bits, bits
+from hypothesis import given
+from torch import nn
+
+from ecoformer.storage import load_into, read, read_config, write
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda n: n != "__metadata__")
+SHAPES = st.lists(st.integers(0, 4), max_size=4)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@st.composite
+def tensor(draw):
+    """Random bits, so NaN and infinity too, in random layout."""
+    dtype, shape = draw(st.sampled_from(DTYPES)), draw(SHAPES)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    width = torch.empty(0, dtype=dtype).element_size()
+    top = 2 if dtype == torch.bool else 256
+    raw = torch.randint(0, top, (*shape, width), dtype=torch.uint8, generator=generator)
+    whole = raw.view(dtype).reshape(shape)
+    layout = draw(st.sampled_from(["plain", "transposed", "sliced", "expanded"]))
+    if layout == "transposed":
+        return whole.permute(tuple(reversed(range(len(shape)))))
+    if layout == "sliced" and shape:
+        return whole[::2]
+    return whole.expand(2, *shape) if layout == "expanded" else whole
+
+
+@given(
+    tensors=st.dictionaries(NAMES, tensor(), max_size=5),
+    config=st.dictionaries(st.text(), JSON, max_size=4),
+    ties=st.dictionaries(NAMES, st.integers(0, 4), max_size=2),
+)
+def test_what_is_written_is_read(tensors, config, ties):
+    for name, index in ties.items():
+        if tensors:
+            tensors[name] = list(tensors.values())[index % len(tensors)]
+    # Waiting for the disk would be most of the time.
+    with tempfile.TemporaryDirectory() as folder, mock.patch("os.fsync"):
+        file = Path(folder, "x.safetensors")
+        assert write(str(file), tensors, config) == file
+        result, back = read(file)
+        assert os.listdir(folder) == [file.name]
+        assert read_config(file) == config
+    assert all_bits(result) == all_bits(tensors)
+    assert back == config
+    assert all(x.is_contiguous() and not x.requires_grad for x in result.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (2, 3)])
+def test_every_dtype_and_shape(path, dtype, shape):
+    x = torch.randint(0, 2, shape).to(dtype)
+    write(path, {"x": x}, {})
+    assert bits(read(path)[0]["x"]) == bits(x)
+
+
+def test_other_tools_read_the_file(written):
+    with safetensors.safe_open(written, framework="pt") as file:
+        assert file.metadata()["format"] == "pt"
+        envelope = json.loads(file.metadata()["ecoformer"])
+    config = {"name": "small", "depth": 2}
+    assert envelope == {"format": 1, "config": config, "aliases": {"tied": "a"}}
+    assert set(safetensors.torch.load_file(written)) == {"a", "b", "scalar"}
+
+
+def test_gradients_and_parameters_are_left_behind(path):
+    weight = nn.Parameter(torch.randn(3))
+    write(path, {"w": weight, "v": weight * 2}, {})
+    result = read(path)[0]
+    assert type(result["w"]) is torch.Tensor
+    assert weight.requires_grad
+    assert bits(result["v"]) == bits(weight * 2)
+
+
+def test_tied_tensors_are_stored_once_and_tied_again(path):
+    x = torch.randn(1000)
+    write(path, {"one": x, "two": x, "three": x.view(1000), "copy": x.clone()}, {})
+    assert 8000 < path.stat().st_size < 9000
+    result = read(path)[0]
+    assert result["one"] is result["two"] is result["three"]
+    assert result["copy"].data_ptr() != result["one"].data_ptr()
+
+
+def test_other_views_of_one_memory_are_copies(path):
+    x = torch.arange(9.0).view(3, 3)
+    views = {
+        "x": x,
+        "rows": x[1:],
+        "flat": x.view(-1),
+        "t": x.T,
+        "none": x[1:1],
+        "ints": x.view(torch.int32),
+        "top": x[:2],
+    }
+    write(path, views, {})
+    result = read(path)[0]
+    assert all_bits(result) == all_bits(views)
+    assert len({t.untyped_storage().data_ptr() for t in result.values() if t.numel()}) == 6
+
+
+def test_empty_tensors_are_not_taken_for_tied(path):
+    write(path, {"a": torch.zeros(0), "b": torch.zeros(0)}, {})
+    result = read(path)[0]
+    assert result["a"] is not result["b"]
+
+
+def test_negative_views_keep_their_sign(path):
+    z = torch.complex(torch.ones(3), torch.full((3,), 2.0))
+    views = {"plus": z.imag, "minus": z.conj().imag, "dense": torch.ones(3)._neg_view()}
+    assert views["minus"].is_neg()
+    assert views["dense"].is_contiguous()
+    write(path, views, {})
+    result = read(path)[0]
+    assert result["plus"].tolist() == [2.0] * 3
+    assert result["minus"].tolist() == [-2.0] * 3
+    assert result["dense"].tolist() == [-1.0] * 3
+
+
+def test_a_mapping_that_makes_its_tensors_when_asked(path):
+    """Tensors that die at once may lie at one address and still not be tied."""
+
+    class Lazy(OrderedDict):
+        def __getitem__(self, name):
+            return torch.full((1000,), float(name))
+
+    lazy = MappingProxyType(Lazy.fromkeys(str(i) for i in range(20)))
+    write(path, lazy, MappingProxyType({"a": (1, 2)}))
+    result, config = read(path)
+    assert [float(result[str(i)][0]) for i in range(20)] == list(range(20))
+    assert config == {"a": [1, 2]}
+
+
+def test_read_moves_to_the_device(written):
+    result = read(written, device=torch.device("meta"))[0]
+    assert all(x.is_meta for x in result.values())
+    assert result["a"] is result["tied"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_tensors_on_a_gpu(path):
+    x = torch.randn(3, 4, device="cuda")
+    tensors = {"x": x, "tied": x, "t": x.T, "half": x.bfloat16(), "none": x[:0]}
+    write(path, tensors, {})
+    for device in ("cpu", "cuda"):
+        result = read(path, device)[0]
+        assert all_bits(result) == all_bits(tensors)
+        assert all(t.device.type == device for t in result.values())
+        assert result["x"] is result["tied"]
+    model, other = nn.Linear(4, 3).cuda(), nn.Linear(4, 3)
+    load_into(model, other.state_dict(), source="x")
+    assert all_bits(model.state_dict()) == all_bits(other.state_dict())
+    assert model.weight.is_cuda

@@ -1,0 +1,333 @@
+"""What cannot be written leaves what was there: whole files or none."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from files import all_bits, refused
+
+from ecoformer.storage import CheckpointError, read, read_config, write
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"a": {"b": [1, torch.zeros(1)]}}, r"config\['a'\]\['b'\]\[1\] is a Tensor"),
+        ({"a": object()}, r"config\['a'\] is a object"),
+        ({"a": {1: 2}}, r"config\['a'\] has the key 1"),
+        ({"a": {1, 2}}, r"config\['a'\] is a set"),
+        ({"rate": float("nan")}, r"config\['rate'\] is nan"),
+        ({"rate": [float("-inf")]}, r"config\['rate'\]\[0\] is -inf"),
+        (None, "NoneType"),
+    ],
+)
+def test_config_that_json_would_not_give_back(written, config, says):
+    before = written.read_bytes()
+    assert re.search(says, refused(write, written, {}, config, kind=(TypeError, ValueError)))
+    assert written.read_bytes() == before
+    assert os.listdir(written.parent) == [written.name]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "kind", "says"),
+    [
+        ({"x": torch.zeros(2, device="meta")}, CheckpointError, "'x' is on the meta device"),
+        ({"x": torch.eye(2).to_sparse()}, CheckpointError, "'x' is torch.sparse_coo"),
+        ({"x": torch.zeros(2, dtype=torch.complex64)}, CheckpointError, "'x' .* torch.complex64"),
+        ({"__metadata__": torch.zeros(2)}, CheckpointError, "named '__metadata__'"),
+        ({"\ud800": torch.zeros(2)}, CheckpointError, "named"),
+        ({"x": [1.0]}, TypeError, "'x': list"),
+        ({3: torch.zeros(2)}, TypeError, "3: Tensor"),
+    ],
+)
+def test_tensors_that_cannot_be_stored(written, tensors, kind, says):
+    before = written.read_bytes()
+    assert re.search(says, refused(write, written, {"fine": torch.zeros(1), **tensors}, {}, kind=kind))
+    assert written.read_bytes() == before
+    assert os.listdir(written.parent) == [written.name]
+
+
+def test_missing_folder(tmp_path):
+    folder = tmp_path / "no" / "such"
+    line = refused(write, folder / "x.safetensors", {}, {}, kind=FileNotFoundError)
+    assert f"no folder {folder}" in line
+    assert "create it" in line
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_in_the_place_of_the_folder(written):
+    line = refused(write, written / "x.safetensors", {}, {}, kind=OSError)
+    assert f"no folder {written}" in line
+
+
+def test_a_folder_or_a_device_is_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for target in (tmp_path, pipe):
+        assert str(target) in refused(write, target, {}, {}, kind=IsADirectoryError)
+    assert pipe.is_fifo()
+
+
+def test_a_link_is_followed(tmp_path):
+    (tmp_path / "real").mkdir()
+    real, link = tmp_path / "real" / "epoch.safetensors", tmp_path / "latest.safetensors"
+    link.symlink_to(real)
+    for depth in (1, 2):  # the first time the link leads nowhere
+        assert write(link, {}, {"depth": depth}) == link
+        assert link.is_symlink()
+        assert read_config(real) == {"depth": depth}
+    assert os.listdir(real.parent) == [real.name]
+
+
+def test_longest_file_name(tmp_path):
+    path = tmp_path / ("x" * 255)
+    write(path, {}, {"a": 1})
+    assert read_config(path) == {"a": 1}
+
+
+@contextmanager
+def umask(mask):
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002, 0o000])
+def test_new_file_follows_the_umask(path, mask):
+    with umask(mask):
+        write(path, {"a": torch.zeros(2)}, {})
+    assert path.stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
+def test_replaced_file_keeps_its_permissions(written, mode):
+    written.chmod(mode)
+    with umask(0o022):
+        write(written, {"a": torch.zeros(2)}, {"new": True})
+    assert written.stat().st_mode & 0o777 == mode
+    assert read_config(written) == {"new": True}
+
+
+@pytest.fixture
+def not_root():
+    """A folder, and no privileges: root may do what permissions forbid."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o777)
+    user = os.geteuid()
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        yield folder
+    finally:
+        os.seteuid(user)
+        shutil.rmtree(folder)
+
+
+def test_permission_denied(not_root):
+    home = not_root / "home"
+    home.mkdir()
+    path = write(home / "x.safetensors", {"a": torch.zeros(2)}, {"old": True})
+    home.chmod(0o555)
+    line = refused(write, path, {"a": torch.ones(2)}, {}, kind=PermissionError)
+    assert str(path) in line
+    assert ".tmp" not in line
+    assert os.listdir(home) == [path.name]
+    assert read_config(path) == {"old": True}
+    path.chmod(0o000)
+    for call in (read, read_config):
+        assert str(path) in refused(call, path, kind=PermissionError)
+    home.chmod(0o755)
+
+
+def fail(error):
+    def failing(*args, **kwargs):
+        raise error
+
+    return failing
+
+
+def cut_short(tensors, filename, metadata):
+    content = safetensors.torch.save(tensors, metadata)
+    Path(filename).write_bytes(content[:-1])
+
+
+FAILURES = {
+    "os.replace": fail(OSError(errno.EIO, "no")),
+    "os.fsync": fail(OSError(errno.ENOSPC, "no")),
+    "os.chmod": fail(PermissionError("no")),
+    "os.fstat": fail(KeyboardInterrupt()),
+    "safetensors.torch.save_file": fail(KeyboardInterrupt()),
+    "secrets.token_hex": fail(KeyboardInterrupt()),
+}
+
+
+@pytest.mark.parametrize("existing", [True, False])
+@pytest.mark.parametrize("broken", FAILURES)
+def test_failure_leaves_the_old_file_and_nothing_else(path, monkeypatch, broken, existing):
+    if existing:
+        write(path, {"a": torch.zeros(3)}, {"old": True})
+    before = {p.name: p.read_bytes() for p in path.parent.iterdir()}
+    monkeypatch.setattr(broken, FAILURES[broken])
+    with pytest.raises((OSError, KeyboardInterrupt)):
+        write(path, {"a": torch.ones(3)}, {"old": False})
+    monkeypatch.undo()
+    assert {p.name: p.read_bytes() for p in path.parent.iterdir()} == before
+
+
+def test_failures_of_safetensors_are_os_errors(written, monkeypatch):
+    error = safetensors.SafetensorError("I/O error:\n no space")
+    monkeypatch.setattr("safetensors.torch.save_file", fail(error))
+    line = refused(write, written, {}, {}, kind=OSError)
+    assert str(written) in line
+    assert "no space" in line
+    assert read_config(written)["name"] == "small"
+
+
+def test_a_file_that_did_not_arrive_whole_replaces_nothing(written, monkeypatch):
+    monkeypatch.setattr("safetensors.torch.save_file", cut_short)
+    assert "truncated" in refused(write, written, {"a": torch.zeros(3)}, {})
+    assert read_config(written)["name"] == "small"
+    assert os.listdir(written.parent) == [written.name]
+
+
+def test_disk_full(written):
+    """A limit on the size of files stops the write in the middle, as a full disk would."""
+    before, limit = written.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+    try:
+        line = refused(write, written, {"a": torch.zeros(1_000_000)}, {}, kind=OSError)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert str(written) in line
+    assert written.read_bytes() == before
+    assert os.listdir(written.parent) == [written.name]
+
+
+def test_everything_is_on_the_disk_before_the_old_file_goes(written, monkeypatch):
+    events = []
+    fsync, replace = os.fsync, os.replace
+
+    def watched_fsync(descriptor):
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def watched_replace(source, target):
+        events.append((Path(source), Path(target)))
+        replace(source, target)
+
+    monkeypatch.setattr("os.fsync", watched_fsync)
+    monkeypatch.setattr("os.replace", watched_replace)
+    write(written, {"a": torch.zeros(3)}, {})
+    temporary = events[0]
+    assert temporary.parent == written.parent
+    assert events == [temporary, (temporary, written), written.parent]
+
+
+def test_a_folder_that_cannot_be_synced_is_no_failure(written, monkeypatch):
+    fsync, calls = os.fsync, []
+
+    def files_only(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 2:
+            raise OSError(errno.EINVAL, "no folders")
+        fsync(descriptor)
+
+    monkeypatch.setattr("os.fsync", files_only)
+    write(written, {}, {"new": True})
+    assert len(calls) == 2
+    assert read_config(written) == {"new": True}
+
+
+KILLED_WRITER = """
+import os, random, signal, sys, time
+import torch
+from ecoformer.storage import read, write
+
+path, rounds = sys.argv[1], int(sys.argv[2])
+folder, size, done, cut = os.path.dirname(path), 1_000_000, 0, 0
+torch.set_num_threads(1)  # a fork does not inherit the other threads, and would wait for them
+write(path, {"x": torch.zeros(size)}, {"n": 0})
+random.seed(0)
+for _ in range(rounds):
+    hear, say = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            while True:
+                done += 1
+                write(path, {"x": torch.full((size + done,), float(done))}, {"n": done})
+                os.write(say, b"x")
+        finally:
+            os._exit(1)
+    os.close(say)
+    if not os.read(hear, 1):
+        sys.exit("the child could not write")
+    time.sleep(random.uniform(0, 0.02))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(hear)
+    tensors, config = read(path)
+    before, done = done, config["n"]
+    if done <= before or tensors["x"].shape != (size + done,) or not bool((tensors["x"] == done).all()):
+        sys.exit(f"file {done} after {before} is torn")
+    left = set(os.listdir(folder)) - {os.path.basename(path)}
+    cut += bool(left)
+    for name in left:
+        os.unlink(os.path.join(folder, name))
+print(cut)
+"""
+
+
+def test_killed_in_the_middle_of_a_write(path):
+    command = [sys.executable, "-c", KILLED_WRITER, str(path), "12"]
+    cut = int(subprocess.check_output(command, text=True, timeout=300))
+    assert cut > 0, "no child was killed in the middle of a write"
+
+
+REPLACER = """
+import os, sys
+target, *sources = sys.argv[1:]
+print("ready", flush=True)
+while True:
+    for source in sources:
+        os.link(source, target + ".new")
+        os.replace(target + ".new", target)
+"""
+
+
+def test_read_while_being_replaced(tmp_path):
+    """A reader sees one file or the other, never one's header with the other's numbers."""
+    expected, sources = {}, []
+    for n in (1, 2):
+        tensors = {"x": torch.full((1000 * n,), float(n)), f"only{n}": torch.full((7,), n)}
+        sources.append(str(write(tmp_path / f"{n}.safetensors", tensors, {"n": n})))
+        expected[n] = all_bits(tensors)
+    target = tmp_path / "x.safetensors"
+    shutil.copy(sources[0], target)
+    command = [sys.executable, "-c", REPLACER, str(target), *sources]
+    seen = set()
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as replacer:
+        replacer.stdout.readline()
+        try:
+            for _ in range(400):
+                tensors, config = read(target)
+                assert all_bits(tensors) == expected[config["n"]]
+                seen.add(config["n"])
+                seen.add(-read_config(target)["n"])
+        finally:
+            replacer.kill()
+    assert seen == {1, 2, -1, -2}
