@@ -52,8 +52,10 @@ class Hasher(nn.Module):
     ) -> None:
         super().__init__()
         for name, value in (("num_heads", num_heads), ("head_dim", head_dim), ("bits", bits)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+            if not isinstance(value, int):
+                raise TypeError(f"{name} must be a whole number, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if sign_of_zero not in (-1, 0, 1):
             raise ValueError(f"sign_of_zero must be -1, 0 or 1, got {sign_of_zero}")
         check_surrogate(surrogate)

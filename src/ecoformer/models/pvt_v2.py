@@ -1,6 +1,7 @@
 """PVTv2-B0 to B5 with any mechanism in the first three stages, registered with timm.
 
-`ecoformer_pvt_v2_b0` is timm's `pvt_v2_b0`, converted. Both have the same names in their state dicts.
+`ecoformer_pvt_v2_b0` is timm's `pvt_v2_b0`, converted: what `ecoformer.convert` makes of that has the same
+names in its state dict.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Twins-SVT-S, -B and -L with any mechanism in the first three stages, registered with timm.
 
 `ecoformer_twins_svt_small` is timm's `twins_svt_small`, converted: windowed and global layers alike get the
-mechanism. Both have the same names in their state dicts.
+mechanism. What `ecoformer.convert` makes of timm's model has the same names in its state dict.
 """
 
 from __future__ import annotations
