@@ -1,5 +1,6 @@
 """Energy-saving attention with linear complexity for PyTorch."""
 
+from ecoformer.accounting import Ledger, cost
 from ecoformer.attention import (
     Attention,
     EcoAttention,
@@ -41,12 +42,14 @@ __all__ = [
     "Hasher",
     "KernelHasher",
     "KlshHasher",
+    "Ledger",
     "LshHasher",
     "Projections",
     "RefitHashers",
     "SignHasher",
     "UnfittedHasherError",
     "convert",
+    "cost",
     "create_attention",
     "distill",
     "fit_hashers",

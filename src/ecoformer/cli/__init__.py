@@ -9,7 +9,9 @@ import typer
 
 from ecoformer import __version__
 from ecoformer.cli.convert import convert
+from ecoformer.cli.cost import cost
 from ecoformer.cli.info import info
+from ecoformer.cli.simulate import simulate
 
 app = typer.Typer(
     name="ecoformer",
@@ -20,7 +22,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(convert)
+app.command()(cost)
 app.command()(info)
+app.add_typer(simulate, name="simulate")
 
 
 @app.callback(invoke_without_command=True)

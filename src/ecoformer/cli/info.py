@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 from torch import nn
 
 from ecoformer import __version__
 from ecoformer.attention import list_attentions
+from ecoformer.cli.console import plain_console
 from ecoformer.cli.sources import open_model
 from ecoformer.conversion import Adapter
 from ecoformer.conversion.layers import Found, find_layers
@@ -95,17 +95,11 @@ def _show_machine(facts: dict[str, Any]) -> None:
     for name, value in facts["backends"].items():
         table.add_row(f"backend {name}", value)
     table.add_row("mechanisms", ", ".join(facts["mechanisms"]))
-    _console().print(table)
-
-
-def _console() -> Console:
-    """Names may hold brackets, which are no markup; in a pipe there is no edge to break lines at."""
-    console = Console(markup=False, highlight=False)
-    return console if console.is_terminal else Console(markup=False, highlight=False, width=200)
+    plain_console().print(table)
 
 
 def _show_model(facts: dict[str, Any]) -> None:
-    console = _console()
+    console = plain_console()
     console.print(f"{facts['model']}: {facts['class']}, {facts['parameters']:,} parameters", soft_wrap=True)
     # Layers' names are what --layers takes: they must not be cut.
     table = Table(Column("layer", overflow="fold"), "attention", "channels", "heads", "more")

@@ -1,0 +1,7 @@
+"""What a model costs: operations and energy, layer by layer."""
+
+from ecoformer.accounting.counts import Counts
+from ecoformer.accounting.energy import EnergyTable, energy_table, list_energy_tables
+from ecoformer.accounting.ledger import Ledger, cost
+
+__all__ = ["Counts", "EnergyTable", "Ledger", "cost", "energy_table", "list_energy_tables"]

@@ -1,0 +1,96 @@
+"""Energy tables: picojoules an operation, each with its source."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from ecoformer.accounting.counts import KINDS, Counts
+
+
+@dataclass(frozen=True)
+class EnergyTable:
+    """Picojoules for each kind of operation, and for each byte that is moved."""
+
+    name: str
+    pj: Mapping[str, float] = field(default_factory=dict)
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        unknown = [kind for kind in self.pj if kind not in KINDS]
+        if unknown:
+            raise ValueError(
+                f"energy table {self.name!r} names {unknown[0]!r}; it may hold {', '.join(KINDS)}"
+            )
+        missing = [kind for kind in ("mul", "add") if kind not in self.pj]
+        if missing:
+            raise ValueError(f"energy table {self.name!r} lacks {missing[0]!r}")
+        for kind, value in self.pj.items():
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not 0 <= value < float("inf")
+            ):
+                raise ValueError(f"energy table {self.name!r}: {kind} must be a number >= 0, got {value!r}")
+
+    def energy_pj(self, counts: Counts) -> float:
+        """Energy of these operations; kinds that the table does not price are free."""
+        return float(sum(self.pj.get(kind, 0.0) * number for kind, number in counts.to_dict().items()))
+
+
+_HOROWITZ = "Horowitz, Computing's energy problem, ISSCC 2014, 45 nm"
+_TABLES = {
+    "fp32-45nm": EnergyTable(
+        "fp32-45nm",
+        {"mul": 3.7, "add": 0.9, "shift": 0.13},
+        f"{_HOROWITZ}: fp32 multiplication 3.7, addition 0.9, 32-bit shift 0.13; the table of the paper",
+    ),
+    "fp16-45nm": EnergyTable(
+        "fp16-45nm", {"mul": 1.1, "add": 0.4, "shift": 0.13}, f"{_HOROWITZ}: fp16 1.1 and 0.4"
+    ),
+    "int8-45nm": EnergyTable(
+        "int8-45nm", {"mul": 0.2, "add": 0.03, "shift": 0.13}, f"{_HOROWITZ}: int8 0.2 and 0.03"
+    ),
+}
+
+
+def list_energy_tables() -> list[str]:
+    """Names that `energy_table` knows."""
+    return sorted(_TABLES)
+
+
+def energy_table(table: str | PathLike[str] | Mapping[str, Any] | EnergyTable) -> EnergyTable:
+    """A table by name, from a JSON file, or from a mapping of picojoules by kind.
+
+    A JSON file holds {"mul": 3.7, "add": 0.9, ...}, or {"name": ..., "source": ..., "pj": {...}}.
+    """
+    if isinstance(table, EnergyTable):
+        return table
+    if isinstance(table, Mapping):
+        return _from_mapping(table, "custom")
+    if isinstance(table, str) and table in _TABLES:
+        return _TABLES[table]
+    path = Path(table)
+    if not path.is_file():
+        raise ValueError(
+            f"energy must be one of {', '.join(list_energy_tables())} or a JSON file, got {str(table)!r}"
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"energy table {path} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"energy table {path} must hold a JSON object, got {type(content).__name__}")
+    return _from_mapping(content, path.stem)
+
+
+def _from_mapping(content: Mapping[str, Any], name: str) -> EnergyTable:
+    if "pj" not in content:
+        return EnergyTable(name, dict(content))
+    if not isinstance(content["pj"], Mapping):
+        raise ValueError(f"energy table {name!r}: pj must be an object, got {content['pj']!r}")
+    return EnergyTable(str(content.get("name", name)), dict(content["pj"]), str(content.get("source", "")))

@@ -1,0 +1,108 @@
+"""The exact accounting: everything that a model executes, memory traffic included, module by module.
+
+The model runs on meta tensors while every operator is counted under the innermost module that is running, so
+that sums of residual branches and whatever else no module stands for are found as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ecoformer.accounting.counts import Counts
+from ecoformer.accounting.executed import Counting
+from ecoformer.accounting.paper import part_of
+from ecoformer.attention import Attention
+from ecoformer.conversion.layers import find_layers
+from ecoformer.hashing import Hasher
+
+Row = tuple[str, str, Any, Counts]
+
+
+@torch.no_grad()
+def exact_rows(model: nn.Module, example: Any) -> tuple[list[Row], list[str]]:
+    """(name, kind, part, counts) of every module that executes anything, and what could not be counted.
+
+    A module's counts are of what it executes itself, outside of its submodules: all rows together are the
+    whole model. Modules come in the order in which they are first called; the model itself is named "". The
+    model runs in eval mode and is left as it was; its hashers need not be fitted.
+
+    Args:
+        model: any module.
+        example: the input's shape, such as (1, 3, 224, 224); or an input; or keyword arguments.
+
+    Returns:
+        The rows, and "name (operator)" for every operator that was executed but is not known.
+    """
+    counting = Counting()
+    modules = dict(model.named_modules())
+    with _as_in_inference(model), _attributed(modules, counting), counting:
+        _run_on_meta(model, example)
+    inside = [f"{found.name}." if found.name else "" for found in find_layers(model)]
+    rows = [
+        (name, kind_of(modules[name]), part_of(f"{name}.", inside), counts)
+        for name, counts in counting.counts.items()
+        if counts != Counts()
+    ]
+    return rows, list(dict.fromkeys(f"{name} ({operator})" for name, operator in counting.uncounted))
+
+
+def kind_of(module: nn.Module) -> str:
+    """The mechanism's name, or the class of any other module."""
+    return module.name if isinstance(module, Attention) else type(module).__name__
+
+
+@contextmanager
+def _attributed(modules: Mapping[str, nn.Module], counting: Counting) -> Iterator[None]:
+    """Operators are counted under the module that is running."""
+    names = {module: name for name, module in modules.items()}
+
+    def before(module: nn.Module, args: Any) -> None:
+        counting.enter(names[module])
+
+    def after(module: nn.Module, args: Any, out: Any) -> None:
+        counting.leave()
+
+    with ExitStack() as hooks:
+        for module in names:
+            hooks.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+            hooks.callback(module.register_forward_hook(after, always_call=True).remove)
+        yield
+
+
+@contextmanager
+def _as_in_inference(model: nn.Module) -> Iterator[None]:
+    """Eval mode, and hashers that pass for fitted: what they have learned changes no count."""
+    modes = {module: module.training for module in model.modules()}
+    hashers = {module: module._known_fitted for module in modes if isinstance(module, Hasher)}
+    model.eval()
+    for hasher in hashers:
+        hasher._known_fitted = True
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for hasher, fitted in hashers.items():
+            hasher._known_fitted = fitted
+
+
+def _run_on_meta(model: nn.Module, example: Any) -> None:
+    """Run the model; weights keep `requires_grad`, which decides over some of PyTorch's copies."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    state = {name: x.to("meta").requires_grad_(x.requires_grad) for name, x in tensors}
+    if isinstance(example, Mapping):
+        torch.func.functional_call(model, state, (), {key: _meta(x) for key, x in example.items()})
+        return
+    if isinstance(example, Sequence) and all(isinstance(size, int) for size in example):
+        dtype = next((x.dtype for x in state.values() if x.is_floating_point()), torch.float32)
+        example = torch.empty(tuple(example), dtype=dtype, device="meta")
+    torch.func.functional_call(model, state, (_meta(example),))
+
+
+def _meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value

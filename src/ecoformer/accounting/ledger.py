@@ -1,0 +1,147 @@
+"""The ledger: what each layer of a model costs, and the whole."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from ecoformer.accounting import paper
+from ecoformer.accounting.counts import KINDS, Counts
+from ecoformer.accounting.energy import EnergyTable, energy_table
+from ecoformer.accounting.exact import exact_rows
+from ecoformer.accounting.shapes import trace
+
+Accounting = Literal["paper", "exact"]
+Part = Literal["attention", "ffn", "other"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer: its name, its class or mechanism, the part of the model it belongs to, and its counts."""
+
+    name: str
+    kind: str
+    part: Part
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a model costs, layer by layer; `uncounted` are layers that no rule is known for."""
+
+    model: str
+    accounting: str
+    energy: EnergyTable
+    rows: tuple[Row, ...]
+    uncounted: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> Counts:
+        """All layers together."""
+        return sum((row.counts for row in self.rows), Counts())
+
+    @property
+    def energy_pj(self) -> float:
+        """Energy of all layers together."""
+        return self.energy.energy_pj(self.total)
+
+    def of(self, part: Part) -> Counts:
+        """All layers of a part."""
+        return sum((row.counts for row in self.rows if row.part == part), Counts())
+
+    def shares(self) -> dict[str, float]:
+        """The share of each part in the energy."""
+        whole = self.energy_pj or 1.0
+        parts: tuple[Part, ...] = ("attention", "ffn", "other")
+        return {part: self.energy.energy_pj(self.of(part)) / whole for part in parts}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Totals, shares and layers."""
+        return {
+            "model": self.model,
+            "accounting": self.accounting,
+            "energy": {"name": self.energy.name, "pj": dict(self.energy.pj), "source": self.energy.source},
+            "total": self.total.to_dict() | {"energy_pj": self.energy_pj},
+            "shares": self.shares(),
+            "layers": [
+                {"name": row.name, "kind": row.kind, "part": row.part}
+                | row.counts.to_dict()
+                | {"energy_pj": self.energy.energy_pj(row.counts)}
+                for row in self.rows
+            ],
+            "uncounted": list(self.uncounted),
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_csv(self) -> str:
+        """One line a layer."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["name", "kind", "part", *KINDS, "energy_pj"])
+        for row in self.rows:
+            counts = row.counts.to_dict().values()
+            writer.writerow([row.name, row.kind, row.part, *counts, self.energy.energy_pj(row.counts)])
+        return text.getvalue()
+
+    def __str__(self) -> str:
+        used = [kind for kind in KINDS if getattr(self.total, kind)]
+        lines = [["layer", "kind", *used, "energy (pJ)"]]
+        lines += [self._line(row.name, row.kind, row.counts, used) for row in self.rows]
+        lines.append(self._line("total", "", self.total, used))
+        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+        table = [
+            "  ".join(
+                c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in lines
+        ]
+        shares = ", ".join(f"{part} {share:.1%}" for part, share in self.shares().items())
+        head = f"{self.model}, {self.accounting} accounting, energy {self.energy.name}: {shares}"
+        left_out = [f"not counted: {', '.join(self.uncounted)}"] if self.uncounted else []
+        return "\n".join([head, *table, *left_out])
+
+    def _line(self, name: str, kind: str, counts: Counts, used: list[str]) -> list[str]:
+        numbers = [f"{getattr(counts, key):,}" for key in used]
+        return [name, kind, *numbers, f"{self.energy.energy_pj(counts):,.0f}"]
+
+
+def cost(
+    model: nn.Module,
+    example: Any,
+    *,
+    accounting: Accounting = "paper",
+    energy: str | PathLike[str] | dict[str, Any] | EnergyTable = "fp32-45nm",
+) -> Ledger:
+    """What one forward pass of `model` costs, layer by layer.
+
+    Nothing is computed: the model runs on meta tensors, its weights stay where they are.
+
+    Args:
+        model: any module, converted or not; hash functions need not be fitted.
+        example: the input's shape, such as (1, 3, 224, 224); or an input; or keyword arguments.
+        accounting: "paper" counts what the paper's tables count; "exact" everything that PyTorch executes on
+            the eager path, memory traffic included, each operator put down to the module that called it.
+        energy: a table's name, a JSON file, or picojoules by kind of operation.
+    """
+    if accounting not in ("paper", "exact"):
+        raise ValueError(f'accounting must be "paper" or "exact", got {accounting!r}')
+    table = energy_table(energy)
+    try:
+        if accounting == "exact":
+            rows, uncounted = exact_rows(model, example)
+        else:
+            rows, uncounted = paper.rows(model, trace(model, example))
+    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
+        given = tuple(example.shape) if isinstance(example, Tensor) else example
+        line = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"{type(model).__name__} cannot take an input of {given}: {line}") from error
+    return Ledger(type(model).__name__, accounting, table, tuple(Row(*row) for row in rows), tuple(uncounted))

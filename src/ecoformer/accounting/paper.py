@@ -1,0 +1,135 @@
+"""The paper's accounting: what its cost columns count, and what they leave out.
+
+Multiply-accumulates of linear layers (their biases are free), of convolutions (theirs are not) and of
+attention; two a number for LayerNorm. Activations, softmax, residual sums, the squares of the hash kernel and
+all memory traffic are free. `docs/cost.md` sets this beside what is really executed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ecoformer.accounting.counts import Counts, mac
+from ecoformer.accounting.shapes import Call
+from ecoformer.attention import Attention
+from ecoformer.conversion.layers import Found, find_layers
+
+
+def linear(call: Call, module: Any) -> Counts:
+    """`prod(input) * out_features`."""
+    return mac(math.prod(call.inputs) * module.out_features)
+
+
+def convolution(call: Call, module: Any) -> Counts:
+    """One product for each weight and output position, and one for a bias."""
+    positions = math.prod(call.output) // call.output[1]
+    weights = math.prod(module.kernel_size) * module.in_channels // module.groups * module.out_channels
+    return mac((weights + (module.out_channels if module.bias is not None else 0)) * positions)
+
+
+def layer_norm(call: Call, module: Any) -> Counts:
+    """Twice a number."""
+    return mac(2 * math.prod(call.inputs))
+
+
+RULES: dict[type[nn.Module], Callable[[Call, Any], Counts]] = {
+    nn.Linear: linear,
+    nn.Conv1d: convolution,
+    nn.Conv2d: convolution,
+    nn.LayerNorm: layer_norm,
+}
+
+
+def softmax(tokens: int, keys: int, dim: int, heads: int) -> Counts:
+    """Scores, their scaling, and the weighted sum of the values."""
+    pairs = tokens * keys
+    return Counts(mul=2 * pairs * dim + heads * pairs, add=2 * pairs * dim)
+
+
+def eco(tokens: int, heads: int, channels: int, bits: int, support: int) -> Counts:
+    """Kernel, hash functions, the two sums and the read; the kernel's squares are free."""
+    m, b, c = support, bits, channels
+    return Counts(
+        mul=heads * tokens * (2 * m + m * b + b + 1 + c),
+        add=heads * tokens * (2 * m * c + m * b + 2 * b + 2 * b * c + c),
+    )
+
+
+def linear_features(tokens: int, heads: int, channels: int, features: int) -> Counts:
+    """Performer: features of queries and keys, the context, the read and its normaliser."""
+    return mac(heads * tokens * (2 * channels * features + 2 * channels * features + 2 * features))
+
+
+def attention(layer: Attention, tokens: int) -> Counts | None:
+    """What a mechanism does between its projections, or None where the paper's rule is not known."""
+    heads, channels = layer.num_heads, layer.head_dim
+    if layer.name == "softmax":
+        return softmax(tokens, tokens, layer.dim, heads)
+    if layer.name in ("eco", "klsh_eco"):
+        hasher: Any = layer.hasher
+        return eco(tokens, heads, channels, hasher.bits, hasher.support)
+    return None
+
+
+def rows(model: nn.Module, calls: list[Call]) -> tuple[list[tuple[str, str, Any, Counts]], list[str]]:
+    """(name, kind, part, counts) of every layer that is counted, and the names of those that are unknown."""
+    foreign = {f.layer: f for f in find_layers(model) if not f.ours and f.source is not None}
+    inside = [f"{f.name}." if f.name else "" for f in find_layers(model)]
+    found: list[tuple[str, str, Any, Counts]] = []
+    for call in calls:
+        part = part_of(call.name, inside)
+        rule = RULES.get(type(call.module)) or next(
+            (rule for cls, rule in RULES.items() if isinstance(call.module, cls)), None
+        )
+        if rule is not None:
+            found.append((call.name, type(call.module).__name__, part, rule(call, call.module)))
+        elif isinstance(call.module, Attention):
+            counts = attention(call.module, call.inputs[-2])
+            if counts is not None:
+                found.append((call.name, call.module.name, "attention", counts * call.inputs[0]))
+        elif call.module in foreign:
+            layer = foreign[call.module]
+            found.append((call.name, layer.kind, "attention", _foreign(call, layer, calls)))
+    return found, _unknown(calls, foreign)
+
+
+def _foreign(call: Call, found: Found, calls: list[Call]) -> Counts:
+    """Softmax attention of another library; what the keys' projection is given tells their number."""
+    if found.source is None:
+        raise TypeError(f"{found.name} has no projections")
+    parts = {c.name.removeprefix(f"{call.name}."): c for c in calls if c.name.startswith(f"{call.name}.")}
+    keys = next((parts[name] for name in ("kv", "qkv", "key", "k_proj", "k_lin") if name in parts), call)
+    queries, seen = math.prod(call.inputs[:-1]), math.prod(keys.inputs[:-1])
+    window = getattr(found.layer, "ws", None)
+    if isinstance(window, int):  # windows, padded where they do not fit the map
+        queries, each = seen, window**2
+    else:
+        each = seen // call.inputs[0]
+    return softmax(queries, each, found.source.dim, found.source.num_heads)
+
+
+def part_of(name: str, attention_layers: list[str]) -> str:
+    """Attention, the feed-forward part, or the rest."""
+    if name.startswith(tuple(attention_layers)) and attention_layers:
+        return "attention"
+    words = set(name.split("."))
+    return "ffn" if words & {"mlp", "ffn", "feed_forward", "intermediate", "output"} else "other"
+
+
+def _unknown(calls: list[Call], foreign: dict[nn.Module, Found]) -> list[str]:
+    """Modules with parameters of their own, or mechanisms, that no rule counts."""
+    names = []
+    for call in calls:
+        module = call.module
+        if type(module) in RULES or isinstance(module, (*RULES, nn.Embedding)) or module in foreign:
+            continue
+        if isinstance(module, Attention):
+            if attention(module, 1) is None:
+                names.append(f"{call.name} ({module.name})")
+        elif list(module.parameters(recurse=False)) and list(module.children()) == []:
+            names.append(f"{call.name} ({type(module).__name__})")
+    return names
