@@ -10,6 +10,7 @@ from ecoformer.attention.registry import _REGISTRY
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "conversion.md"]
+DOCUMENTS += [ROOT / "docs" / "cost.md"]
 
 
 def figures(name):
@@ -56,6 +57,35 @@ def test_speed_table_is_the_measured_one():
         for seconds in row["seconds"].values():
             assert f"{seconds:.2f} s" in report
     assert f"{measured['long']['seconds']:.1f} s, {measured['long']['peak_rss_mb']:.0f} MB" in report
+
+
+def test_sentence_encoder_table_is_the_measured_one():
+    page = (ROOT / "docs" / "conversion.md").read_text()
+    measured = figures("minilm")
+    names = ("spearman", "same nearest", "same ten nearest", "cosine to the original")
+    assert f"embeddings of {measured['test']:,} captions" in page
+    for variant, runs in measured["variants"].items():
+        for stage, (run,) in runs["stages"].items():
+            numbers = " | ".join(f"{run[name]:.3f}" for name in names)
+            assert f"| {variant} | {stage} | {numbers} |" in page
+
+
+def test_accounting_table_is_the_measured_one():
+    page = (ROOT / "docs" / "cost.md").read_text()
+    measured = figures("accounting")
+    for mechanism in ("softmax", "eco"):
+        total, energy = (measured[mechanism]["exact"][key] for key in ("total", "energy_pj"))
+        counts = " | ".join(f"{total[key] / 1e6:,.1f}" for key in ("mul", "add", "exp", "compare", "bytes"))
+        assert f"| {mechanism} | exact | {counts} | " in page
+        assert " | ".join(f"{value / 1e9:.2f}" for value in energy.values()) in page
+    savings = measured["savings"]
+    assert f"{savings['paper']['fp32-45nm']:.1%} by its accounting" in page
+    assert f"{savings['exact']['fp32-45nm']:.1%} by everything" in page
+    assert " | ".join(f"{value:.1%}" for value in savings["exact"].values()) in page
+    eco, softmax = (measured[m]["exact"]["parts"]["attention"]["bytes"] / 1e6 for m in ("eco", "softmax"))
+    assert f"({eco:.0f} million bytes against {softmax:.0f} million in attention)" in page
+    kinds = [measured["eco"][a]["parts"]["attention"]["mul"] for a in ("exact", "paper")]
+    assert f"{(kinds[0] - kinds[1]) / 1e6:.1f} million multiplications" in page.replace("\n", " ")
 
 
 def test_memory_of_a_million_tokens_is_the_measured_one():

@@ -57,7 +57,10 @@ def test_wrappers_of_many_processes_are_refused():
             super().__init__()
             self.module = module
 
-    refused(DistributedDataParallel(vit()), "wrapped in DistributedDataParallel: convert first")
+    refused(
+        DistributedDataParallel(vit()),
+        r"wrapped in DistributedDataParallel: pass the bare one \(model\.module\)",
+    )
     with pytest.raises(TypeError, match=r"model must be an nn\.Module, got str"):
         convert("pvt_v2_b0", "eco")
 
@@ -149,5 +152,7 @@ def test_buffers_may_be_dropped_knowingly():
     }
     register_conversion(Own, **rule)
     refused(nn.Sequential(Own()), "the buffer cache")
+    register_conversion(Own, drops=("cache",), bind=lambda layer: {"cache": layer.cache}, **rule)
+    refused(nn.Sequential(Own()), "^0: bind must return plain values, but cache is a Tensor")
     register_conversion(Own, drops=("cache",), **rule)
     assert ecoformer.convert(nn.Sequential(Own()), "softmax").replaced

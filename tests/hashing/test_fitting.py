@@ -320,3 +320,33 @@ def test_unfitted_hashers_are_always_due():
     assert [refit.due(epoch) for epoch in (0, 1, 5, 7)] == [True, False, True, False]
     with pytest.raises(ValueError, match=r"^every must be at least 1 epoch, got 0$"):
         RefitHashers(Tower(), every=0)
+
+
+def test_a_fit_that_fails_leaves_nothing_fitted_and_names_the_layer():
+    model = nn.Sequential(EcoAttention(16, 2, support=5), EcoAttention(16, 2, support=60))
+    with pytest.raises(ValueError, match=r"^1\.hasher: tokens .* fewer than support=60"):
+        fit_hashers(model, [torch.randn(2, 11, 16)], options=FitOptions(steps=2), progress=False)
+    assert not any(bool(hasher.fitted) for hasher in hashers_of(model).values())
+
+
+def test_texts_padded_batch_by_batch_are_padded_alike():
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.attention = nn.Embedding(50, 16), EcoAttention(16, 2, support=5)
+
+        def forward(self, input_ids, attention_mask):
+            return self.attention(self.words(input_ids), key_padding_mask=~attention_mask.bool())
+
+    torch.manual_seed(0)
+    ids = torch.randint(1, 50, (4, 9))
+    mask = torch.ones_like(ids)
+    mask[:2, 6:] = 0
+    short = {"input_ids": ids[:2, :6], "attention_mask": mask[:2, :6]}
+    rest = {"input_ids": ids[2:], "attention_mask": mask[2:]}
+    apart, together = Reader(), Reader()
+    together.load_state_dict(apart.state_dict())
+    options = {"options": FitOptions(steps=2, pairs=2), "progress": False}
+    fit_hashers(apart, [short, rest], **options)
+    fit_hashers(together, [{"input_ids": ids, "attention_mask": mask}], **options)
+    torch.testing.assert_close(apart.state_dict(), together.state_dict())

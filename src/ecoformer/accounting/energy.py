@@ -49,6 +49,16 @@ _TABLES = {
         {"mul": 3.7, "add": 0.9, "shift": 0.13},
         f"{_HOROWITZ}: fp32 multiplication 3.7, addition 0.9, 32-bit shift 0.13; the table of the paper",
     ),
+    "fp32-45nm-sram": EnergyTable(
+        "fp32-45nm-sram",
+        {"mul": 3.7, "add": 0.9, "shift": 0.13, "bytes": 1.25},
+        f"{_HOROWITZ}: as fp32-45nm, and 10 pJ for 64 bits read from an 8 KB SRAM, whichever way they go",
+    ),
+    "fp32-45nm-dram": EnergyTable(
+        "fp32-45nm-dram",
+        {"mul": 3.7, "add": 0.9, "shift": 0.13, "bytes": 162.5},
+        f"{_HOROWITZ}: as fp32-45nm, and 1300 pJ, the lower end of 1300 to 2600, for 64 bits of DRAM",
+    ),
     "fp16-45nm": EnergyTable(
         "fp16-45nm", {"mul": 1.1, "add": 0.4, "shift": 0.13}, f"{_HOROWITZ}: fp16 1.1 and 0.4"
     ),

@@ -121,9 +121,10 @@ def distill(
             norm = nn.utils.clip_grad_norm_(parameters, clip or math.inf)
             if not bool(total.detach().isfinite() & norm.isfinite()):
                 safe.restore()
+                remedy = f"lower lr={lr}" if step else "look at the inputs and at the models' weights"
                 raise FloatingPointError(
                     f"loss {float(total.detach())} with a gradient of norm {float(norm)} at step {step}; the "
-                    f"weights are the last that gave finite ones: lower lr={lr}"
+                    f"weights are the last that gave finite ones: {remedy}"
                 )
             safe.keep()
             optimiser.step()

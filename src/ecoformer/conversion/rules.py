@@ -67,7 +67,7 @@ def register_conversion(
         refuse: says why a layer of this class cannot be converted, or None.
         passes_grid: whether `call` gives the mechanism its `grid`, so that `local=(3, 3)` is possible.
         image: reads the grid from the model where it is fixed and layers are not told.
-        bind: reads from the layer what `call` must know of it, as keyword arguments.
+        bind: reads from the layer what `call` must know of it, as keyword arguments: plain values only.
 
     >>> register_conversion(
     ...     MyAttention,

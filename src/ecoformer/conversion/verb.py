@@ -60,7 +60,7 @@ def convert(
     images = [_image(model, f, config.get("local", 0)) for f in chosen]
     # All are built before any is put in place, so that an error leaves the model as it was.
     new = [_build(cls, f, s) for f, s in zip(chosen, settings, strict=True)]
-    bound = [f.rule.bind(f.layer) if f.rule and f.rule.bind and not f.ours else {} for f in chosen]
+    bound = [_bound(f) for f in chosen]
     report = Conversion(
         type(model).__name__,
         mechanism,
@@ -84,7 +84,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
         return model.get_submodule("_orig_mod")
     wrapper = type(model).__name__
     if any(word in wrapper for word in ("DataParallel", "FSDP")):
-        raise ValueError(f"the model is wrapped in {wrapper}: convert first, wrap afterwards")
+        raise ValueError(
+            f"the model is wrapped in {wrapper}: pass the bare one (model.module), wrap afterwards"
+        )
     return model
 
 
@@ -219,6 +221,20 @@ def _build(cls: type[Attention], found: Found, settings: dict[str, Any]) -> Atte
     except TypeError as error:
         raise TypeError(f"{cls.name}: {error} (see help(ecoformer.attention.{cls.__name__}))") from error
     return new
+
+
+def _bound(found: Found) -> dict[str, Any]:
+    """What the rule's `call` must know of the layer; tensors would be lost to optimisers and checkpoints."""
+    if found.ours or found.rule is None or found.rule.bind is None:
+        return {}
+    bound = found.rule.bind(found.layer)
+    odd = [key for key, value in bound.items() if isinstance(value, (Tensor, nn.Module))]
+    if odd:
+        raise ValueError(
+            f"{found.name}: bind must return plain values, but {odd[0]} is a {type(bound[odd[0]]).__name__}, "
+            "which neither an optimiser nor a checkpoint would see"
+        )
+    return bound
 
 
 def _source(found: Found) -> Projections:

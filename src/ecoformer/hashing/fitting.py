@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -56,9 +57,11 @@ def fitting(
                 return
             tokens, mask = _arguments(*args, **kwargs)
             layer_tick = None if tick is None else partial(tick, name)
-            hasher.fit(
-                tokens, key_padding_mask=mask, seed=layer_seed, options=options, group=group, tick=layer_tick
-            )
+            arguments: dict[str, Any] = {"options": options, "group": group, "tick": layer_tick}
+            try:
+                hasher.fit(tokens, key_padding_mask=mask, seed=layer_seed, **arguments)
+            except ValueError as error:
+                raise ValueError(f"{name or 'hasher'}: {error}") from error
             done.append(name)
 
         return hook
@@ -94,7 +97,8 @@ def fit_hashers(
     Args:
         model: any module with hashers inside. It runs in eval mode without gradients; its mode is restored.
         batches: tensors, (inputs, ...) tuples or keyword mappings, such as a data loader yields. The first
-            `samples` samples are read and run together as one batch.
+            `samples` samples are read and run together as one batch; mappings with an `attention_mask` are
+            padded to one length, others must agree in size.
         samples: how many samples to learn from, on this rank.
         seed: same seed and same samples, same hash functions, on however many ranks.
         options: how to learn, see `FitOptions`.
@@ -109,6 +113,7 @@ def fit_hashers(
     anything = next(chain(model.parameters(), model.buffers()), torch.empty(0))
     options = options or FitOptions()
     training = {module: module.training for module in model.modules()}
+    before = {hasher: copy.deepcopy(hasher.state_dict()) for hasher in hashers_of(model).values()}
     model.eval()
     first_rank = not dist.is_initialized() or dist.get_rank() == 0
     try:
@@ -118,6 +123,10 @@ def fit_hashers(
             fitting(model, seed=seed, options=options, group=group, tick=tick) as done,
         ):
             (forward or run)(model, move(batch, anything.device))
+    except BaseException:  # all or none: a model fitted by half would be taken for a fitted one
+        for hasher, state in before.items():
+            hasher.load_state_dict(state)
+        raise
     finally:
         for module, mode in training.items():
             module.training = mode
@@ -216,10 +225,26 @@ def _join(parts: list[Any], samples: int) -> Any:
             )
         return torch.cat(parts)[:samples]
     if isinstance(first, Mapping):
+        parts = _padded(parts)
         return {key: _join([part[key] for part in parts], samples) for key in first}
     if isinstance(first, Sequence) and not isinstance(first, str):
         return [_join(list(column), samples) for column in zip(*parts, strict=True)]
     return first
+
+
+def _padded(parts: list[Any]) -> list[Any]:
+    """Batches of texts, each padded to its own longest, padded to one length; masks say what is padding."""
+    masks = [part.get("attention_mask") for part in parts]
+    if not all(isinstance(mask, Tensor) and mask.ndim == 2 for mask in masks):
+        return parts
+    longest = max(mask.shape[1] for mask in masks)
+
+    def pad(x: Any, length: int) -> Any:
+        per_token = isinstance(x, Tensor) and x.ndim == 2 and x.shape[1] == length
+        return nn.functional.pad(x, (0, longest - length)) if per_token else x
+
+    lengths = [mask.shape[1] for mask in masks]
+    return [{k: pad(x, n) for k, x in part.items()} for part, n in zip(parts, lengths, strict=True)]
 
 
 def move(batch: Any, device: torch.device) -> Any:
