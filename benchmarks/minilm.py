@@ -176,15 +176,16 @@ def main() -> None:
     console.print(f"{what}: {len(train)} sentences to learn from, {len(test)} to compare on")
     table = Table("variant", "stage", "Spearman", "same nearest", "same ten nearest", "cosine")
     figures: dict[str, Any] = {}
+    settings = {k: v for k, v in vars(arguments).items() if k not in ("model", "train", "test", "out")}
+    record = {"sentences": what, "training": len(train), "test": len(test), "settings": settings}
     for variant in arguments.variants:
         figures[variant] = run(encoder, train, test, variant, arguments)
         for stage, runs in figures[variant]["stages"].items():
             names = ("spearman", "same nearest", "same ten nearest", "cosine to the original")
             table.add_row(variant, stage, *(f"{mean(r[name] for r in runs):.3f}" for name in names))
         console.print(table)
-    settings = {k: v for k, v in vars(arguments).items() if k not in ("model", "train", "test", "out")}
-    record = {"sentences": what, "training": len(train), "test": len(test), "settings": settings}
-    console.print(f"wrote {write_result(arguments.out, record | {'variants': figures})}")
+        # After each, because the whole takes an hour on two cores.
+        console.print(f"wrote {write_result(arguments.out, record | {'variants': figures})}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,175 @@
+"""`ecoformer convert` from names, files and folders, good and bad."""
+
+import contextlib
+import io
+import json
+import pickle
+import shutil
+import sys
+
+import pytest
+import torch
+
+timm = pytest.importorskip("timm")
+transformers = pytest.importorskip("transformers")
+from safetensors import SafetensorError  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from things import (  # noqa: E402
+    TEXT,
+    Touch,
+)
+
+
+class TestSources:
+    @pytest.mark.parametrize(
+        ("source", "arguments", "words"),
+        [
+            ("missing.pth", (), "no file missing.pth"),
+            ("missing.safetensors", (), "no file missing.safetensors"),
+            ("some/where", (), "no file some/where"),
+            ("empty", (), ["empty", "config.json"]),
+            ("config_only", (), ["config_only", "model.safetensors"]),
+            ("pvt_v2_b9", (), ["'pvt_v2_b9'", "did you mean", "pvt_v2_b"]),
+            ("qqqqqqqq", (), ["'qqqqqqqq'", "timm.list_models()"]),
+            ("test_resnet", (), ["ResNet", "no attention layer"]),
+            ("weights.pth", (), ["weights.pth", "--model"]),
+            ("weights.safetensors", (), ["weights.safetensors", "no ecoformer config"]),
+            ("weights.pth", ("--model", "test_vit9"), ["'test_vit9'", "did you mean", "test_vit"]),
+            ("weights.pth", ("--model", "test_vit2"), ["weights.pth", "does not fit test_vit2"]),
+            ("weights.safetensors", ("--model", "test_resnet"), ["does not fit test_resnet"]),
+            ("released.pth", ("--model", "test_vit"), ["released.pth", "does not fit test_vit"]),
+            ("junk.pth", (), ["junk.pth", "cannot be read"]),
+            ("junk.safetensors", (), ["junk.safetensors", "not a safetensors file"]),
+            ("zero.pth", (), "zero.pth"),
+            ("zero.safetensors", (), ["zero.safetensors", "empty"]),
+            ("cut.safetensors", (), ["cut.safetensors", "truncated"]),
+            ("texts.txt", (), ["texts.txt", "cannot be read"]),
+            *(
+                (name, ("--model", "test_vit"), [name])
+                for name in ("junk.pth", "junk.safetensors", "zero.safetensors", "cut.safetensors")
+            ),
+            ("zero.pth", ("--model", "test_vit"), ["zero.pth"]),
+        ],
+    )
+    def test_mistakes(self, refused, source, arguments, words):
+        refused(source, *arguments, words=words)
+
+    def test_weights_in_safetensors_hint_at_the_option_too(self, refused):
+        refused("weights.safetensors", words="--model")
+
+    def test_a_hint_is_a_sentence_of_its_own(self, refused):
+        error = refused("junk.pth", words=" Weights of a timm model need its name: --model")
+        assert error[: error.index(" Weights of a timm")].endswith(".")
+
+    def test_a_misfit_is_told_briefly(self, refused):
+        assert len(refused("weights.pth", "--model", "pvt_v2_b0", words="does not fit")) < 1000
+
+    @pytest.mark.parametrize(
+        ("source", "arguments"),
+        [
+            ("test_vit", ("--model", "test_vit2")),
+            ("bert", ("--model", "test_vit2")),
+            ("bert", ("--pretrained",)),
+        ],
+    )
+    def test_options_that_mean_nothing_here(self, refused, source, arguments):
+        refused(source, *arguments, words=arguments[0])
+
+    @pytest.mark.parametrize("options", [(), ("--model", "test_vit")], ids=["alone", "with --model"])
+    @pytest.mark.parametrize("name", ["evil.pth", "evil.bin", "evil.safetensors", "folder"])
+    @pytest.mark.parametrize("protocol", [2, 4])
+    def test_code_in_a_pickle_never_runs(self, cli, tmp_path, name, options, protocol):
+        trace, evil = tmp_path / "trace", tmp_path / name
+        if name == "folder":
+            shutil.copytree(tmp_path / "config_only", evil)
+            evil = evil / "pytorch_model.bin"
+        for content in (Touch(trace), {"model": {"head.weight": Touch(trace)}}):
+            with open(evil, "wb") as file:
+                pickle.dump(content, file, protocol=protocol)
+            self._try(cli, name, options)
+            torch.save(content, evil, pickle_protocol=protocol)
+            self._try(cli, name, options)
+            assert not trace.exists()
+            torch.load(io.BytesIO(evil.read_bytes()), weights_only=False)
+            assert trace.exists()  # it would have run
+            trace.rmdir()
+        assert not (tmp_path / "out.safetensors").exists()
+
+    @staticmethod
+    def _try(cli, name, options):
+        # How it is refused is another test's business.
+        with contextlib.suppress(RuntimeError, UserWarning, pickle.UnpicklingError, SafetensorError):
+            assert cli("convert", name, "out.safetensors", *options).status == 1
+
+    @pytest.mark.parametrize("name", ["evil.pth", "folder"])
+    def test_code_is_refused_in_one_line(self, refused, tmp_path, name):
+        evil = tmp_path / name
+        if name == "folder":
+            shutil.copytree(tmp_path / "config_only", evil)
+            evil = evil / "pytorch_model.bin"
+        torch.save({"model": Touch("trace")}, evil)
+        refused(name, *(() if name == "folder" else ("--model", "test_vit")), words=name)
+
+    def test_code_in_a_folder_never_runs(self, refused, things, tmp_path, monkeypatch):
+        monkeypatch.setattr("builtins.input", lambda *prompt: "y")
+        monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        folder = tmp_path / "custom"
+        shutil.copytree(things / "bert", folder)
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModel": "own.Model"}}
+        (folder / "config.json").write_text(json.dumps(config))
+        # It ends in an error, lest transformers keep what it learned from it for other tests.
+        (folder / "own.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'trace')!r})\nraise ImportError")
+        try:
+            refused("custom", words="custom")
+        finally:
+            assert not (tmp_path / "trace").exists()
+
+
+class TestFolders:
+    """Folders of transformers that are not quite right."""
+
+    @pytest.fixture
+    def folder(self, things, tmp_path):
+        shutil.copytree(things / "bert", tmp_path / "model")
+        return tmp_path / "model"
+
+    @pytest.mark.parametrize("text", ["{", "{}", '{"model_type": "no such"}'])
+    def test_a_config_that_says_nothing(self, refused, folder, text):
+        (folder / "config.json").write_text(text)
+        refused("model", words="model")
+
+    def test_an_unknown_architecture(self, refused, tmp_path):
+        config = transformers.GPT2Config(
+            n_embd=16, n_layer=1, n_head=2, vocab_size=9, bos_token_id=1, eos_token_id=1
+        )
+        transformers.GPT2Model(config).save_pretrained(tmp_path / "gpt")
+        refused("gpt", words=["GPT2Attention", "cannot be converted", "register_conversion"])
+
+    def test_damaged_weights(self, refused, folder):
+        whole = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(whole[:-50])
+        refused("model", words="model")
+
+    def test_weights_of_another_size(self, refused, folder):
+        config = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 48}
+        (folder / "config.json").write_text(json.dumps(config))
+        refused("model", words="model")
+
+    def test_weights_under_other_names(self, refused, folder):
+        weights = load_file(folder / "model.safetensors")
+        save_file({f"x.{k}": v for k, v in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+        refused("model", words="model")
+
+    def test_a_classifier_keeps_its_head(self, convert, tmp_path):
+        model = transformers.BertForSequenceClassification(transformers.BertConfig(**TEXT))
+        model.save_pretrained(tmp_path / "classifier")
+        done = convert("classifier")
+        assert hasattr(done.model, "classifier") or any("classifier" in note for note in done.facts["notes"])
+
+    def test_our_own_folder_cut_short(self, refused, things, tmp_path):
+        shutil.copytree(things / "our_folder", tmp_path / "model")
+        whole = (tmp_path / "model" / "model.safetensors").read_bytes()
+        (tmp_path / "model" / "model.safetensors").write_bytes(whole[:-50])
+        refused("model", words="truncated")
