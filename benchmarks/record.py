@@ -19,7 +19,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "results"
 def write_result(name: str, figures: Any) -> Path:
     """Write `results/NAME.json` and return its path."""
     record = {
-        "command": "python " + " ".join([_relative(sys.argv[0]), *sys.argv[1:]]),
+        "command": "python " + " ".join(map(_relative, sys.argv)),
         "commit": _commit(),
         "hardware": _hardware(),
         "versions": {
@@ -41,8 +41,11 @@ def peak_memory_mb() -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def _relative(script: str) -> str:
-    path, root = Path(script).resolve(), RESULTS.parent
+def _relative(argument: str) -> str:
+    """Files of the project from its root, others by their names: where they lie is nobody's business."""
+    path, root = Path(argument).resolve(), RESULTS.parent
+    if not path.exists():
+        return argument
     return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
 
 
