@@ -116,7 +116,7 @@ class Ledger:
 
 def cost(
     model: nn.Module,
-    example: Any,
+    input_size: Any,
     *,
     accounting: Accounting = "paper",
     energy: str | PathLike[str] | dict[str, Any] | EnergyTable = "fp32-45nm",
@@ -127,7 +127,7 @@ def cost(
 
     Args:
         model: any module, converted or not; hash functions need not be fitted.
-        example: the input's shape, such as (1, 3, 224, 224); or an input; or keyword arguments.
+        input_size: the input's shape, such as (1, 3, 224, 224); or an input; or keyword arguments.
         accounting: "paper" counts what the paper's tables count; "exact" everything that PyTorch executes on
             the eager path, memory traffic included, each operator put down to the module that called it.
         energy: a table's name, a JSON file, or picojoules by kind of operation.
@@ -137,11 +137,11 @@ def cost(
     table = energy_table(energy)
     try:
         if accounting == "exact":
-            rows, uncounted = exact_rows(model, example)
+            rows, uncounted = exact_rows(model, input_size)
         else:
-            rows, uncounted = paper.rows(model, trace(model, example))
+            rows, uncounted = paper.rows(model, trace(model, input_size))
     except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
-        given = tuple(example.shape) if isinstance(example, Tensor) else example
+        given = tuple(input_size.shape) if isinstance(input_size, Tensor) else input_size
         line = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"{type(model).__name__} cannot take an input of {given}: {line}") from error
     return Ledger(type(model).__name__, accounting, table, tuple(Row(*row) for row in rows), tuple(uncounted))
