@@ -26,6 +26,17 @@ def _same_numbers_every_time() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that reaches for the network fails."""
+
+    def forbidden(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a test reached for the network")
+
+    monkeypatch.setattr("socket.socket.connect", forbidden)
+    monkeypatch.setattr("socket.getaddrinfo", forbidden)
+
+
 class Inputs(NamedTuple):
     codes_q: Tensor
     codes_k: Tensor

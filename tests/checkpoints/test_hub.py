@@ -25,15 +25,7 @@ CLASSES = {
     EcoTwins: ("ecoformer_twins_svt_small", TWINS),
 }
 both = pytest.mark.parametrize("cls", CLASSES)
-
-
-@pytest.fixture(autouse=True)
-def _no_network(monkeypatch):
-    def forbidden(*args, **kwargs):
-        raise AssertionError("a test reached for the network")
-
-    monkeypatch.setattr("socket.socket.connect", forbidden)
-    monkeypatch.setattr("socket.getaddrinfo", forbidden)
+pytestmark = pytest.mark.usefixtures("no_network")
 
 
 def made(cls, *, by_name=True, **kwargs):

@@ -6,19 +6,20 @@ that sums of residual branches and whatever else no module stands for are found 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ecoformer.accounting.counts import Counts
 from ecoformer.accounting.executed import Counting
 from ecoformer.accounting.paper import part_of
 from ecoformer.attention import Attention
 from ecoformer.conversion.layers import find_layers
-from ecoformer.hashing import Hasher
+from ecoformer.hashing import hashers_of
+from ecoformer.running import eval_mode, run_on_meta
 
 Row = tuple[str, str, Any, Counts]
 
@@ -41,7 +42,7 @@ def exact_rows(model: nn.Module, example: Any) -> tuple[list[Row], list[str]]:
     counting = Counting()
     modules = dict(model.named_modules())
     with _as_in_inference(model), _attributed(modules, counting), counting:
-        _run_on_meta(model, example)
+        run_on_meta(model, example)
     inside = [f"{found.name}." if found.name else "" for found in find_layers(model)]
     rows = [
         (name, kind_of(modules[name]), part_of(f"{name}.", inside), counts)
@@ -77,32 +78,12 @@ def _attributed(modules: Mapping[str, nn.Module], counting: Counting) -> Iterato
 @contextmanager
 def _as_in_inference(model: nn.Module) -> Iterator[None]:
     """Eval mode, and hashers that pass for fitted: what they have learned changes no count."""
-    modes = {module: module.training for module in model.modules()}
-    hashers = {module: module._known_fitted for module in modes if isinstance(module, Hasher)}
-    model.eval()
+    hashers = {hasher: hasher._known_fitted for hasher in hashers_of(model).values()}
     for hasher in hashers:
         hasher._known_fitted = True
     try:
-        yield
+        with eval_mode(model):
+            yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
         for hasher, fitted in hashers.items():
             hasher._known_fitted = fitted
-
-
-def _run_on_meta(model: nn.Module, example: Any) -> None:
-    """Run the model; weights keep `requires_grad`, which decides over some of PyTorch's copies."""
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    state = {name: x.to("meta").requires_grad_(x.requires_grad) for name, x in tensors}
-    if isinstance(example, Mapping):
-        torch.func.functional_call(model, state, (), {key: _meta(x) for key, x in example.items()})
-        return
-    if isinstance(example, Sequence) and all(isinstance(size, int) for size in example):
-        dtype = next((x.dtype for x in state.values() if x.is_floating_point()), torch.float32)
-        example = torch.empty(tuple(example), dtype=dtype, device="meta")
-    torch.func.functional_call(model, state, (_meta(example),))
-
-
-def _meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, Tensor) else value

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ecoformer.accounting.conventions import attention_counts, cost_of, name_of, read, written
 from ecoformer.accounting.counts import Counts
 from ecoformer.backends import Plain
+from ecoformer.running import without_fast_path
 
 
 def executed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Counts, tuple[str, ...]]:
@@ -76,7 +77,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         if not self._depth:
             self._around.enter_context(_SeeAttention(self))
-            self._around.enter_context(_without_fast_path())
+            self._around.enter_context(without_fast_path())
         self._depth += 1
         return self
 
@@ -171,13 +172,3 @@ def _is_composite(func: Any) -> bool:
     """Whether PyTorch makes this operator of others, on every device."""
     name = "CompositeImplicitAutograd"
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), name))
-
-
-@contextmanager
-def _without_fast_path() -> Iterator[None]:
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)

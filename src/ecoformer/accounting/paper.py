@@ -59,11 +59,6 @@ def eco(tokens: int, heads: int, channels: int, bits: int, support: int) -> Coun
     )
 
 
-def linear_features(tokens: int, heads: int, channels: int, features: int) -> Counts:
-    """Performer: features of queries and keys, the context, the read and its normaliser."""
-    return mac(heads * tokens * (2 * channels * features + 2 * channels * features + 2 * features))
-
-
 def attention(layer: Attention, tokens: int) -> Counts | None:
     """What a mechanism does between its projections, or None where the paper's rule is not known."""
     heads, channels = layer.num_heads, layer.head_dim
@@ -77,8 +72,9 @@ def attention(layer: Attention, tokens: int) -> Counts | None:
 
 def rows(model: nn.Module, calls: list[Call]) -> tuple[list[tuple[str, str, Any, Counts]], list[str]]:
     """(name, kind, part, counts) of every layer that is counted, and the names of those that are unknown."""
-    foreign = {f.layer: f for f in find_layers(model) if not f.ours and f.source is not None}
-    inside = [f"{f.name}." if f.name else "" for f in find_layers(model)]
+    layers = find_layers(model)
+    foreign = {f.layer: f for f in layers if not f.ours and f.source is not None}
+    inside = [f"{f.name}." if f.name else "" for f in layers]
     found: list[tuple[str, str, Any, Counts]] = []
     for call in calls:
         part = part_of(call.name, inside)

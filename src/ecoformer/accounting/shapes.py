@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ecoformer.attention import Attention
+from ecoformer.running import eval_mode, run_on_meta
 
 Shape = tuple[int, ...]
 
@@ -39,18 +40,15 @@ def trace(model: nn.Module, example: Any) -> list[Call]:
             calls.append(Call(names[module], module, tuple(inputs.shape), tuple(output.shape)))
 
     hooks = [module.register_forward_hook(hook, with_kwargs=True) for module in names]
-    modes = {module: module.training for module in names}
     mechanisms = [module for module in names if isinstance(module, Attention)]
-    model.eval()
     try:
         for layer in mechanisms:  # shapes do not hang on how a mechanism attends, nor on whether it is fitted
             layer.__dict__["attend"] = _values
-        _run(model, example)
+        with eval_mode(model):
+            run_on_meta(model, example)
     finally:
         for layer in mechanisms:
             layer.__dict__.pop("attend", None)
-        for module, mode in modes.items():
-            module.training = mode
         for handle in hooks:
             handle.remove()
     return calls
@@ -58,22 +56,6 @@ def trace(model: nn.Module, example: Any) -> list[Call]:
 
 def _values(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return v
-
-
-def _run(model: nn.Module, example: Any) -> None:
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    state = {name: tensor.to("meta") for name, tensor in tensors}
-    dtype = next((t.dtype for t in state.values() if t.is_floating_point()), torch.float32)
-    if isinstance(example, Mapping):
-        torch.func.functional_call(model, state, (), {key: _meta(x) for key, x in example.items()})
-        return
-    if isinstance(example, Sequence) and all(isinstance(size, int) for size in example):
-        example = torch.empty(tuple(example), dtype=dtype, device="meta")
-    torch.func.functional_call(model, state, (_meta(example),))
-
-
-def _meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, Tensor) else value
 
 
 def _first(value: Any) -> Tensor | None:

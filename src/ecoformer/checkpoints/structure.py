@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from inspect import isbuiltin
-from inspect import isfunction as is_python_function
+import inspect
 from typing import Any
 
 from torch import nn
@@ -46,14 +45,14 @@ def _class(module: nn.Module) -> str:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     skipped = _IGNORED | (set(_RATES) if not list(module.parameters(recurse=False)) else set())
-    named = {key: f"function {value.__name__}" for key, value in vars(module).items() if isfunction(value)}
+    named = {key: f"function {value.__name__}" for key, value in vars(module).items() if _is_function(value)}
     plain = {key: value for key, value in vars(module).items() if _is_plain(value)}
     return {k: v for k, v in (named | plain).items() if not k.startswith("_") and k not in skipped}
 
 
-def isfunction(value: Any) -> bool:
+def _is_function(value: Any) -> bool:
     """A plain function, such as an activation."""
-    return isbuiltin(value) or is_python_function(value)
+    return inspect.isbuiltin(value) or inspect.isfunction(value)
 
 
 def _is_plain(value: Any) -> bool:

@@ -16,7 +16,6 @@ from ecoformer import __version__
 from ecoformer.attention import list_attentions
 from ecoformer.cli.console import plain_console
 from ecoformer.cli.sources import open_model
-from ecoformer.conversion import Adapter
 from ecoformer.conversion.layers import Found, find_layers
 
 PACKAGES = ("torch", "timm", "torchvision", "transformers", "safetensors", "accelerate", "triton", "numba")
@@ -73,7 +72,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 
 def _layer(found: Found) -> dict[str, Any]:
-    inner = found.layer.attention if isinstance(found.layer, Adapter) else found.layer
+    inner = found.inner
     facts: dict[str, Any] = {"name": found.name, "attention": found.kind}
     if found.source is not None:
         facts |= {"dim": found.source.dim, "heads": found.source.num_heads}

@@ -20,6 +20,7 @@ from ecoformer.attention import Attention
 from ecoformer.conversion.rules import Adapter
 from ecoformer.hashing import FitOptions, fit_hashers, hashers_of
 from ecoformer.hashing.fitting import Forward, Group, check_batches, move, run
+from ecoformer.running import eval_mode, without_fast_path
 
 Loss = Literal["mse", "kl", "cosine"] | Callable[[Tensor, Tensor], Tensor]
 Output = Callable[[Any, Any], Tensor]
@@ -110,7 +111,7 @@ def distill(
     refit = partial(fit_hashers, options=fit_options, group=group, forward=forward, progress=False)
     outputs: list[float] = []
     of_layers: list[float] = []
-    with _eval_mode(student, teacher), _bar(steps, progress) as advance:
+    with eval_mode(student, teacher), _bar(steps, progress) as advance:
         for step, batch in enumerate(_endless(batches, steps)):
             if refit_every and step and step % refit_every == 0 and hashers_of(student):
                 refit(student, [batch], seed=step)
@@ -302,27 +303,12 @@ def _listening(layers: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
         return hook
 
     hooks = [layer.register_forward_hook(make_hook(name)) for name, layer in layers.items()]
-    short_cut = torch.backends.mha.get_fastpath_enabled()
-    if layers:  # nn.TransformerEncoder's passes by its layers, or drops the padding on the way
-        torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield heard
+        with without_fast_path() if layers else contextlib.nullcontext():
+            yield heard
     finally:
-        torch.backends.mha.set_fastpath_enabled(short_cut)
         for hook in hooks:
             hook.remove()
-
-
-@contextlib.contextmanager
-def _eval_mode(*models: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for model in models for module in model.modules()}
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 @contextlib.contextmanager

@@ -19,6 +19,11 @@ _ATTENTION_NAME = re.compile(r"(Attention|Attn)")
 _POSITION_BIAS = re.compile(r"relative_position|rel_pos|relative_attention|attention_biases|bias_table|rpb")
 
 
+def mechanism_in(layer: nn.Module) -> nn.Module:
+    """What attends: the mechanism in an adapter, or the layer itself."""
+    return layer.attention if isinstance(layer, Adapter) else layer
+
+
 @dataclass(frozen=True)
 class Found:
     """An attention layer of a model: `source` is what can be carried over, `refusal` why nothing can be."""
@@ -30,6 +35,11 @@ class Found:
     refusal: str | None = None
 
     @property
+    def inner(self) -> nn.Module:
+        """The layer without the adapter around it."""
+        return mechanism_in(self.layer)
+
+    @property
     def ours(self) -> bool:
         """Whether it is one of our mechanisms already."""
         return isinstance(self.layer, (Attention, Adapter))
@@ -37,23 +47,20 @@ class Found:
     @property
     def kind(self) -> str:
         """The mechanism's name, or the class of a layer that is not ours."""
-        layer = self.layer.attention if isinstance(self.layer, Adapter) else self.layer
-        return layer.name if isinstance(layer, Attention) else type(layer).__name__
+        return self.inner.name if isinstance(self.inner, Attention) else type(self.inner).__name__
 
     @property
     def left_behind(self) -> list[str]:
         """Submodules whose weights no other mechanism has a place for."""
         if self.source is None:
             return []
-        layer = self.layer.attention if isinstance(self.layer, Adapter) else self.layer
-        names = unread_parameters(layer, self.source, ("local",))
+        names = unread_parameters(self.inner, self.source, ("local",))
         return list(dict.fromkeys(name.split(".")[0] for name in names))
 
     @property
     def local(self) -> nn.Module | None:
         """The local branch of one of our mechanisms."""
-        layer = self.layer.attention if isinstance(self.layer, Adapter) else self.layer
-        return layer.local if isinstance(layer, Attention) else None
+        return self.inner.local if isinstance(self.inner, Attention) else None
 
 
 def find_layers(model: nn.Module) -> list[Found]:

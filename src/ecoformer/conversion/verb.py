@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from ecoformer.attention import Attention, HashedAttention, attention_class
 from ecoformer.attention.weights import Projections
-from ecoformer.conversion.layers import Found, Selection, choose, find_layers
+from ecoformer.conversion.layers import Found, Selection, choose, find_layers, mechanism_in
 from ecoformer.conversion.report import Conversion, Left, Replaced
 from ecoformer.conversion.rules import Adapter, Image
+from ecoformer.running import eval_mode, run_on_meta
 
 NOT_FITTED = "hash functions are not fitted yet: ecoformer.fit_hashers(model, batches)"
 RECORD = "ecoformer_conversions"
@@ -148,7 +149,7 @@ def _count_tokens(model: nn.Module, layers: list[nn.Module], example: Any) -> di
     tokens: dict[nn.Module, int] = {}
 
     def listen(layer: nn.Module) -> Any:
-        inner = layer.attention if isinstance(layer, Adapter) else layer
+        inner = mechanism_in(layer)
         sequence_first = isinstance(inner, nn.MultiheadAttention) and not inner.batch_first
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -158,13 +159,10 @@ def _count_tokens(model: nn.Module, layers: list[nn.Module], example: Any) -> di
         return inner.register_forward_pre_hook(hook, with_kwargs=True)
 
     hooks = [listen(layer) for layer in layers]
-    training = {module: module.training for module in model.modules()}
-    model.eval()
     try:
-        _run(model, example)
+        with eval_mode(model):
+            _run(model, example)
     finally:
-        for module, mode in training.items():
-            module.training = mode
         for handle in hooks:
             handle.remove()
     return tokens
@@ -172,20 +170,16 @@ def _count_tokens(model: nn.Module, layers: list[nn.Module], example: Any) -> di
 
 def _run(model: nn.Module, example: Any) -> None:
     """On shapes only; for real where a model wants to look at its inputs."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    dtype = next((t.dtype for _, t in tensors if t.is_floating_point()), None)
+    tensors = [*model.parameters(), *model.buffers()]
+    dtype = next((t.dtype for t in tensors if t.is_floating_point()), None)
     if isinstance(example, Mapping):
         example = dict(example)
-
-    def call(device: torch.device | str, state: dict[str, Tensor]) -> None:
-        inputs = _as_inputs(example, device, dtype)
-        args, kwargs = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
-        torch.func.functional_call(model, state, args, kwargs)
-
     try:
-        call("meta", {name: tensor.to("meta") for name, tensor in tensors})
+        run_on_meta(model, _as_inputs(example, "meta", dtype))
     except RuntimeError:
-        call(next((t.device for _, t in tensors), torch.device("cpu")), {})
+        device = next((t.device for t in tensors), torch.device("cpu"))
+        inputs = _as_inputs(example, device, dtype)
+        model(**inputs) if isinstance(inputs, dict) else model(inputs)
 
 
 def _as_inputs(example: Any, device: torch.device | str, dtype: torch.dtype | None) -> Any:
@@ -212,7 +206,7 @@ def _image(model: nn.Module, found: Found, local: int | tuple[int, int]) -> Imag
 
 
 def _build(cls: type[Attention], found: Found, settings: dict[str, Any]) -> Attention:
-    layer = found.layer.attention if isinstance(found.layer, Adapter) else found.layer
+    layer = found.inner
     try:
         if isinstance(layer, Attention):
             new = cls.from_softmax(layer, **settings)

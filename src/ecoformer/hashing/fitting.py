@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ecoformer.arguments import shape
 from ecoformer.hashing.base import Hasher
 from ecoformer.hashing.solver import FitOptions
+from ecoformer.running import eval_mode
 
 Forward = Callable[[nn.Module, Any], Any]
 Group = dist.ProcessGroup | Literal["alone"] | None
@@ -112,12 +113,11 @@ def fit_hashers(
     batch = _first_samples(batches, samples)
     anything = next(chain(model.parameters(), model.buffers()), torch.empty(0))
     options = options or FitOptions()
-    training = {module: module.training for module in model.modules()}
     before = {hasher: copy.deepcopy(hasher.state_dict()) for hasher in hashers_of(model).values()}
-    model.eval()
     first_rank = not dist.is_initialized() or dist.get_rank() == 0
     try:
         with (
+            eval_mode(model),
             torch.no_grad(),
             _bar(model, options, progress and first_rank) as tick,
             fitting(model, seed=seed, options=options, group=group, tick=tick) as done,
@@ -127,9 +127,6 @@ def fit_hashers(
         for hasher, state in before.items():
             hasher.load_state_dict(state)
         raise
-    finally:
-        for module, mode in training.items():
-            module.training = mode
     missed = [name for name in hashers_of(model) if name not in done]
     if missed:
         raise RuntimeError(f"the forward pass never reached these hashers: {', '.join(missed)}")

@@ -11,40 +11,14 @@ from typing import Any
 from timm.models import pvt_v2 as original
 from torch import nn
 
-from ecoformer.checkpoints.hub import HubMixin
-from ecoformer.conversion.layers import Selection
-from ecoformer.models.vision import (
-    carry_pretrained,
-    default_cfgs_of,
-    pair,
-    register_variants,
-    set_attention,
-)
+from ecoformer.models.vision import WithMechanism, carry_pretrained, default_cfgs_of, register_variants
 
 
-class EcoPyramidVisionTransformerV2(HubMixin, original.PyramidVisionTransformerV2):
+class EcoPyramidVisionTransformerV2(WithMechanism, original.PyramidVisionTransformerV2):
     """timm's `PyramidVisionTransformerV2` with another mechanism in the place of spatial reduction.
 
-    Args:
-        attention: one of `ecoformer.list_attentions()`; "softmax" is the paper's MSA baseline.
-        attention_config: the mechanism's arguments, such as {"bits": 16, "local": (3, 3)}.
-        attention_layers: as `layers` of `ecoformer.convert`; by default all but the last stage.
-        img_size: largest input, needed by mechanisms that are sized by the number of tokens (linformer);
-            others take any resolution.
-        kwargs: those of timm's class.
+    Arguments are those of `WithMechanism` and of timm's class.
     """
-
-    def __init__(
-        self,
-        attention: str = "eco",
-        attention_config: dict[str, Any] | None = None,
-        attention_layers: Selection = None,
-        img_size: int | tuple[int, int] = 224,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        image = (kwargs.get("in_chans", 3), *pair(img_size))
-        set_attention(self, attention, attention_config, attention_layers, image)
 
 
 def _carry(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:

@@ -13,15 +13,7 @@ from timm.models import checkpoint
 from timm.models import twins as original
 from torch import Tensor
 
-from ecoformer.checkpoints.hub import HubMixin
-from ecoformer.conversion.layers import Selection
-from ecoformer.models.vision import (
-    carry_pretrained,
-    default_cfgs_of,
-    pair,
-    register_variants,
-    set_attention,
-)
+from ecoformer.models.vision import WithMechanism, carry_pretrained, default_cfgs_of, register_variants
 
 
 class Block(original.Block):
@@ -38,29 +30,15 @@ class Block(original.Block):
         return out
 
 
-class EcoTwins(HubMixin, original.Twins):
+class EcoTwins(WithMechanism, original.Twins):
     """timm's `Twins` with another mechanism in the place of windows and spatial reduction.
 
-    Args:
-        attention: one of `ecoformer.list_attentions()`; "softmax" is the paper's MSA baseline.
-        attention_config: the mechanism's arguments, such as {"bits": 16}.
-        attention_layers: as `layers` of `ecoformer.convert`; by default all but the last stage.
-        img_size: largest input, needed by mechanisms that are sized by the number of tokens (linformer);
-            others take any resolution.
-        kwargs: those of timm's class.
+    Arguments are those of `WithMechanism` and of timm's class.
     """
 
-    def __init__(
-        self,
-        attention: str = "eco",
-        attention_config: dict[str, Any] | None = None,
-        attention_layers: Selection = None,
-        img_size: int | tuple[int, int] = 224,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(img_size=img_size, block_cls=Block, **kwargs)
-        image = (kwargs.get("in_chans", 3), *pair(img_size))
-        set_attention(self, attention, attention_config, attention_layers, image)
+    def given_to_timm(self, img_size: int | tuple[int, int]) -> dict[str, Any]:
+        """Twins asks for the size of its images, and takes our blocks."""
+        return {"img_size": img_size, "block_cls": Block}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Trade time for memory in training: blocks are computed again in the backward pass."""

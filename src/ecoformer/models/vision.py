@@ -5,33 +5,50 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from ecoformer.attention.weights import Projections, carry_over
+from ecoformer.checkpoints.hub import HubMixin
 from ecoformer.conversion import Adapter, convert
 from ecoformer.conversion.layers import Selection
 from ecoformer.conversion.verb import RECORD
 
 
-def set_attention(
-    model: nn.Module,
-    attention: str,
-    config: dict[str, Any] | None,
-    layers: Selection,
-    image_shape: tuple[int, int, int],
-) -> None:
-    """Convert a model that is being built; its constructor's arguments say so, and no record is needed."""
-    convert(model, attention, layers=layers, example=torch.zeros(1, *image_shape), **(config or {}))
-    delattr(model, RECORD)
+class WithMechanism(HubMixin):
+    """The constructor of a timm model that is converted as it is built; timm's class stands beside it.
 
+    Args:
+        attention: one of `ecoformer.list_attentions()`; "softmax" is the paper's MSA baseline.
+        attention_config: the mechanism's arguments, such as {"bits": 16, "local": (3, 3)}.
+        attention_layers: as `layers` of `ecoformer.convert`; by default all but the last stage.
+        img_size: largest input, needed by mechanisms that are sized by the number of tokens (linformer);
+            others take any resolution.
+        kwargs: those of timm's class.
+    """
 
-def pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Height and width."""
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
+    def __init__(
+        self,
+        attention: str = "eco",
+        attention_config: dict[str, Any] | None = None,
+        attention_layers: Selection = None,
+        img_size: int | tuple[int, int] = 224,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**self.given_to_timm(img_size), **kwargs)
+        model = cast(nn.Module, self)
+        height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
+        example = torch.zeros(1, kwargs.get("in_chans", 3), height, width)
+        convert(model, attention, layers=attention_layers, example=example, **(attention_config or {}))
+        # The constructor's arguments say what was done, so that no record is needed.
+        delattr(model, RECORD)
+
+    def given_to_timm(self, img_size: int | tuple[int, int]) -> dict[str, Any]:
+        """What timm's class is given besides `kwargs`."""
+        return {}
 
 
 def carry_pretrained(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
