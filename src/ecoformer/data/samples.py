@@ -18,7 +18,7 @@ TEXT_SPAN = 6
 
 def sample_images() -> list[Tensor]:
     """The two photographs `china.jpg` and `flower.jpg`, each (height, width, 3) in 0..1."""
-    images = _sklearn_datasets().load_sample_images().images
+    images = sklearn_datasets().load_sample_images().images
     return [torch.from_numpy(image.copy()).float() / 255 for image in images]
 
 
@@ -52,7 +52,7 @@ def patches(image: Tensor, patch: int) -> Tensor:
 
 def sample_text() -> bytes:
     """The data-set descriptions of scikit-learn, about 70 kB of English."""
-    folder = resources.files(_sklearn_datasets()) / "descr"
+    folder = resources.files(sklearn_datasets()) / "descr"
     names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".rst"))
     return b"".join((folder / name).read_bytes() for name in names)
 
@@ -75,7 +75,8 @@ def text_tokens(text: bytes, count: int, *, length: int = 784, dim: int = 32, se
     return torch.stack(tokens).unsqueeze(1)
 
 
-def _sklearn_datasets() -> Any:
+def sklearn_datasets() -> Any:
+    """The module `sklearn.datasets`, or one line that says what to install."""
     try:
         import sklearn.datasets
     except ImportError as error:

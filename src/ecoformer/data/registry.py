@@ -1,0 +1,101 @@
+"""Data sets by name."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ecoformer.data.splits import Splits, limited
+
+F = TypeVar("F", bound=Callable[..., Splits])
+
+
+@dataclass(frozen=True)
+class _Entry:
+    make: Callable[..., Splits]
+    layout: str | None
+    options: tuple[str, ...]
+
+
+_REGISTRY: dict[str, _Entry] = {}
+
+
+def register_dataset(name: str, *, layout: str | None = None) -> Callable[[F], F]:
+    """Decorator of a function that makes `Splits` from keyword options: makes it known as `name`.
+
+    Args:
+        name: what `load` knows it by.
+        layout: what must lie in the folder `root`, for those who have nothing there. The function then takes
+            the folder as its first argument; without a layout it takes none.
+    """
+
+    def register(make: F) -> F:
+        if name in _REGISTRY:
+            raise ValueError(f"a data set named {name!r} is registered already")
+        parameters = inspect.signature(make).parameters.values()
+        options = tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
+        _REGISTRY[name] = _Entry(make, layout, options)
+        return make
+
+    return register
+
+
+def list_datasets() -> list[str]:
+    """Names that `load` knows."""
+    return sorted(_REGISTRY)
+
+
+def load(
+    name: str, root: str | os.PathLike[str] | None = None, *, limit: int | None = None, **options: Any
+) -> Splits:
+    """A data set by name.
+
+    Args:
+        name: see `list_datasets`.
+        root: the folder that holds it, for data sets that are neither embedded nor generated.
+        limit: most samples of each split: a fixed choice with balanced classes.
+        options: of the data set.
+    """
+    entry = _entry(name)
+    _check_options(name, entry, options)
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1, got {limit}")
+    if limit is not None and "limit" in entry.options:
+        options["limit"] = limit
+    splits = entry.make(*_folder(name, entry, root), **options)
+    if limit is not None:
+        splits = replace(splits, train=limited(splits.train, limit), test=limited(splits.test, limit))
+    return splits if splits.name else replace(splits, name=name)
+
+
+def _entry(name: str) -> _Entry:
+    if name not in _REGISTRY:
+        close = difflib.get_close_matches(name, _REGISTRY, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(list_datasets())}"
+        raise ValueError(f"no data set is named {name!r}: {hint}")
+    return _REGISTRY[name]
+
+
+def _check_options(name: str, entry: _Entry, options: dict[str, Any]) -> None:
+    unknown = sorted(options.keys() - set(entry.options))
+    if unknown:
+        known = ", ".join(sorted({*entry.options, "limit"}))
+        raise TypeError(f"{name} has no option {', '.join(unknown)}: it takes {known}")
+
+
+def _folder(name: str, entry: _Entry, root: str | os.PathLike[str] | None) -> tuple[Path, ...]:
+    if entry.layout is None:
+        if root is not None:
+            raise ValueError(f"{name} needs no files: leave root={os.fspath(root)!r} out")
+        return ()
+    if root is None:
+        raise ValueError(f"{name} needs root, a folder that holds {entry.layout}")
+    folder = Path(root).expanduser()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{name}: there is no folder {folder}; it must hold {entry.layout}")
+    return (folder,)

@@ -1,0 +1,169 @@
+"""What a data set is: a training and a test part, in memory or decoded when asked for."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from typing_extensions import Self
+
+from ecoformer.arguments import shape
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Kind = Literal["images", "text", "pairs", "tokens"]
+
+IGNORED = -100
+"""Target of a token that nothing is asked of."""
+
+_DIMENSIONS = {"images": 4, "text": 2, "pairs": 3, "tokens": 2}
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """Samples in memory.
+
+    Attributes:
+        inputs: images (N, C, H, W) of uint8, token ids (N, L), or pairs of them (N, 2, L), in a small dtype.
+        targets: classes (N,) of int64; or one for each token (N, L), `IGNORED` where nothing is asked.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+
+    def __post_init__(self) -> None:
+        if len(self.inputs) != len(self.targets):
+            raise ValueError(
+                f"inputs {shape(self.inputs)} and targets {shape(self.targets)} must have as many samples"
+            )
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[i], self.targets[i]
+
+    def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Samples by an index (B,) of any device, with the dtypes that are stored."""
+        index = index.to(self.inputs.device)
+        return self.inputs[index], self.targets[index]
+
+    def select(self, index: Tensor) -> Arrays:
+        """The samples of an index, as copies."""
+        return Arrays(*self.batch(index))
+
+    def to(self, device: str | torch.device) -> Arrays:
+        """The same samples on a device."""
+        return Arrays(self.inputs.to(device), self.targets.to(device))
+
+    @property
+    def labels(self) -> Tensor | None:
+        """Classes (N,), or None where each token has its own target."""
+        return self.targets if self.targets.ndim == 1 else None
+
+
+class Images(Dataset[tuple["Image.Image", int]]):
+    """Pictures that are decoded when asked for; subclasses say where their bytes are.
+
+    Attributes:
+        classes: names of the classes, in the order of their numbers.
+        labels: class (N,) of each picture.
+    """
+
+    classes: tuple[str, ...]
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> tuple[Image.Image, int]:
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"there are {len(self)} pictures, got index {i}")
+        return self._decoded(i % len(self)), int(self.labels[i])
+
+    def encoded(self, i: int) -> bytes:
+        """The file of a picture."""
+        raise NotImplementedError
+
+    def where(self, i: int) -> str:
+        """Where a picture lies, for error messages."""
+        raise NotImplementedError
+
+    def select(self, index: Tensor) -> Self:
+        """The pictures of an index."""
+        raise NotImplementedError
+
+    def _decoded(self, i: int) -> Image.Image:
+        from PIL import Image
+
+        data = self.encoded(i)
+        try:
+            with Image.open(io.BytesIO(data)) as picture:
+                return picture.convert("RGB")
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise ValueError(f"{self.where(i)} is no picture that Pillow can read: {error}") from error
+
+
+@dataclass(frozen=True, eq=False)
+class Splits:
+    """A data set.
+
+    Attributes:
+        train: samples to learn from.
+        test: samples to measure with.
+        kind: what a sample is; "tokens" asks for a class of some tokens of a text.
+        classes: of a sample, or of a token.
+        vocabulary: number of token ids, padding included; 0 for images.
+        length: tokens of a row; 0 for images.
+        name: name of the data set.
+    """
+
+    train: Arrays | Images
+    test: Arrays | Images
+    kind: Kind
+    classes: int
+    vocabulary: int = 0
+    length: int = 0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in _DIMENSIONS:
+            raise ValueError(f"kind must be one of {', '.join(_DIMENSIONS)}, got {self.kind!r}")
+        for part in (self.train, self.test):
+            if isinstance(part, Arrays) and part.inputs.ndim != _DIMENSIONS[self.kind]:
+                raise ValueError(
+                    f"inputs of kind {self.kind!r} have {_DIMENSIONS[self.kind]} dimensions, "
+                    f"got {shape(part.inputs)}"
+                )
+
+
+def balanced(labels: Tensor, limit: int) -> Tensor:
+    """Indices, in order, of `limit` samples of which classes have equal shares as far as they last.
+
+    The choice is a fixed one, spread over all samples.
+    """
+    if limit < 1:
+        raise ValueError(f"limit must be at least 1, got {limit}")
+    order = _shuffled(len(labels))
+    order = order[labels.cpu()[order].argsort(stable=True)]
+    sizes = labels.cpu().bincount()
+    starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    turn = torch.arange(len(order)) - starts
+    return order[turn.argsort(stable=True)][:limit].sort().values
+
+
+def limited(part: Arrays | Images, limit: int) -> Arrays | Images:
+    """At most `limit` samples of a part: a fixed choice, its classes balanced."""
+    labels = part.labels
+    if labels is not None:
+        return part.select(balanced(labels, limit))
+    return part.select(balanced(torch.zeros(len(part), dtype=torch.int64), limit))
+
+
+def _shuffled(count: int) -> Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(0))
