@@ -8,6 +8,7 @@ from __future__ import annotations
 from .array import BitFusion
 from .energy import EnergyParts, EnergyTable
 from .ops import Convolution, FullyConnected, Op
+from .paper_table import printed_table, printed_work
 from .simulation import PAPER_ARRAY, DramBits, Result, Tiling, Total, simulate, simulate_all
 from .workloads import attention_layer, printed_layer
 
@@ -25,6 +26,8 @@ __all__ = [
     "Total",
     "attention_layer",
     "printed_layer",
+    "printed_table",
+    "printed_work",
     "simulate",
     "simulate_all",
 ]
