@@ -3,5 +3,6 @@
 from ecoformer.accounting.counts import Counts
 from ecoformer.accounting.energy import EnergyTable, energy_table, list_energy_tables
 from ecoformer.accounting.ledger import Ledger, cost
+from ecoformer.accounting.sweeps import Point, sweep
 
-__all__ = ["Counts", "EnergyTable", "Ledger", "cost", "energy_table", "list_energy_tables"]
+__all__ = ["Counts", "EnergyTable", "Ledger", "Point", "cost", "energy_table", "list_energy_tables", "sweep"]

@@ -1,0 +1,145 @@
+"""Sweeps: what a model costs while one setting changes."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import nn
+
+from ecoformer.accounting.energy import EnergyTable, energy_table
+from ecoformer.accounting.ledger import Accounting, Ledger, cost
+from ecoformer.attention import attention_class, list_attentions
+from ecoformer.conversion import convert
+
+INPUTS = ("resolution", "tokens")
+"""Parameters of the input; all others are settings of a mechanism."""
+_SYNONYMS = {"m": "support"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of the parameter, one mechanism, and what the model costs there.
+
+    `mechanism` is None for a model that was taken as it is.
+    """
+
+    parameter: str
+    value: Any
+    mechanism: str | None
+    ledger: Ledger
+
+    def to_dict(self) -> dict[str, Any]:
+        """One flat row: value, mechanism, totals, energy, attention's share of it."""
+        return {
+            self.parameter: self.value,
+            "attention": self.mechanism or "as it is",
+            **self.ledger.total.to_dict(),
+            "energy_pj": self.ledger.energy_pj,
+            "attention_share": self.ledger.shares()["attention"],
+            "uncounted": len(self.ledger.uncounted),
+        }
+
+
+def sweep(
+    build: Callable[[], nn.Module],
+    parameter: str,
+    values: Iterable[Any],
+    *,
+    mechanisms: Sequence[str | None] = (None,),
+    settings: Mapping[str, Any] | None = None,
+    example: Any = (1, 3, 224, 224),
+    accounting: Accounting = "paper",
+    energy: str | Mapping[str, Any] | EnergyTable = "fp32-45nm",
+) -> list[Point]:
+    """What a model costs for each mechanism and each value of one parameter.
+
+    Args:
+        build: makes the model; it is called anew for every point. On the meta device it needs no memory.
+        parameter: "resolution" (the image is so high and wide), "tokens" (the text is so long), or an
+            argument of the mechanisms, such as "bits" or "support" (the paper's "m", which is accepted too).
+        values: its values.
+        mechanisms: the model is converted to each of them in turn; None takes it as it is.
+        settings: other arguments of the mechanisms, the same at every point.
+        example: the input, where the parameter is not one of the input: its shape, or a tensor of tokens.
+        accounting: as `cost` takes it.
+        energy: as `cost` takes it.
+
+    Returns:
+        One point for each mechanism and value, mechanism by mechanism.
+    """
+    name, fixed, table = _SYNONYMS.get(parameter, parameter), dict(settings or {}), energy_table(energy)
+    chosen = list(values)
+    _check(name, chosen, mechanisms, fixed)
+    points = []
+    for mechanism in mechanisms:
+        for value in chosen:
+            given = _input(name, value) if name in INPUTS else example
+            changed = fixed if name in INPUTS else fixed | {name: value}
+            model = build()
+            if mechanism is not None:
+                convert(model, mechanism, example=_as_tensor(given), **changed)
+            ledger = cost(model, given, accounting=accounting, energy=table)
+            points.append(Point(name, value, mechanism, ledger))
+    return points
+
+
+def sweep_csv(points: Sequence[Point]) -> str:
+    """Points as CSV, one line each."""
+    text = io.StringIO()
+    rows = [point.to_dict() for point in points]
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def settings_of(mechanism: str) -> set[str]:
+    """Names of the arguments that a mechanism takes besides its sizes."""
+    initialisers = [cls.__dict__["__init__"] for cls in attention_class(mechanism).__mro__ if _own(cls)]
+    return {
+        parameter.name
+        for function in initialisers
+        for parameter in signature(function).parameters.values()
+        if parameter.kind is Parameter.KEYWORD_ONLY
+    }
+
+
+def _own(cls: type) -> bool:
+    return "__init__" in cls.__dict__ and issubclass(cls, nn.Module) and cls is not nn.Module
+
+
+def _input(parameter: str, value: int) -> Any:
+    if parameter == "resolution":
+        return (1, 3, value, value)
+    return torch.zeros(1, value, dtype=torch.long, device="meta")
+
+
+def _as_tensor(given: Any) -> Any:
+    return torch.empty(given, device="meta") if isinstance(given, tuple) else given
+
+
+def _check(
+    parameter: str, values: Sequence[Any], mechanisms: Sequence[str | None], settings: Mapping[str, Any]
+) -> None:
+    if not values or not mechanisms:
+        raise ValueError(f"a sweep over {parameter} needs at least one value and one mechanism")
+    if parameter in INPUTS:
+        bad = [v for v in values if not isinstance(v, int) or isinstance(v, bool) or v < 1]
+        if bad:
+            raise ValueError(f"{parameter} must be whole numbers from 1, got {bad[0]!r}")
+        return
+    if parameter in settings:
+        raise ValueError(f"{parameter} is swept, so it cannot be set to {settings[parameter]!r} as well")
+    for mechanism in mechanisms:
+        if mechanism is None:
+            raise ValueError(f"{parameter} is a setting of a mechanism: name one (--attention or --compare)")
+        if parameter not in settings_of(mechanism):
+            having = [name for name in list_attentions() if parameter in settings_of(name)]
+            known = f"mechanisms that have it: {', '.join(having)}" if having else "no mechanism has it"
+            raise ValueError(f"{parameter!r} is no setting of {mechanism}; {known}")
