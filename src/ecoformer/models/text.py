@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from ecoformer.arguments import shape
 from ecoformer.attention import Attention, attention_class, create_attention
 from ecoformer.checkpoints.hub import HubMixin
+from ecoformer.data.bytes import PAD, byte_tokens
 
-PAD = 0
-"""Token id of padding."""
+__all__ = ["PAD", "TextEncoder", "TwoTowerEncoder", "byte_tokens", "lra_retrieval", "lra_text"]
 
 _LRA: dict[str, Any] = {
     "vocabulary": 512,
@@ -27,50 +26,6 @@ _LRA: dict[str, Any] = {
     "dropout": 0.1,
     "attn_drop": 0.1,
 }
-
-
-def byte_tokens(
-    texts: Sequence[str | bytes],
-    length: int,
-    *,
-    cut: int | None = None,
-    pad_to: Literal["length", "longest"] = "length",
-) -> Tensor:
-    """Texts as token ids (B, length): byte b is b + 1, `PAD` fills up the end.
-
-    The Long Range Arena's own preparation is `byte_tokens(texts, 4096, cut=4000)`.
-
-    Args:
-        texts: strings, taken as UTF-8, or bytes.
-        length: tokens of a row.
-        cut: bytes of a text that are kept, at most `length`, which is also the default.
-        pad_to: "longest" makes rows only as long as the longest text needs, but at least one token.
-    """
-    if isinstance(texts, (str, bytes)):
-        raise TypeError(f"texts must be a list of texts, got one {type(texts).__name__}: put it in a list")
-    if length < 1:
-        raise ValueError(f"length must be at least 1, got {length}")
-    kept = length if cut is None else cut
-    if not 1 <= kept <= length:
-        raise ValueError(f"cut must be from 1 to length={length}, got {cut}")
-    if pad_to not in ("length", "longest"):
-        raise ValueError(f'pad_to must be "length" or "longest", got {pad_to!r}')
-    rows = [_first_bytes(text, kept) for text in texts]
-    width = length if pad_to == "length" else max([1, *map(len, rows)])
-    if not rows:
-        return torch.zeros(0, width, dtype=torch.int64)
-    raw = bytearray().join(row.ljust(width, b"\0") for row in rows)
-    values = torch.frombuffer(raw, dtype=torch.uint8).view(len(rows), width).long()
-    ends = torch.tensor([len(row) for row in rows]).unsqueeze(1)
-    return (values + 1).masked_fill(torch.arange(width) >= ends, PAD)
-
-
-def _first_bytes(text: str | bytes, count: int) -> bytes:
-    if isinstance(text, str):
-        text = text[:count].encode()  # no character has less than one byte
-    elif not isinstance(text, bytes):
-        raise TypeError(f"texts must hold str or bytes, got {type(text).__name__}")
-    return text[:count]
 
 
 class Block(nn.Module):
@@ -100,7 +55,8 @@ class TextEncoder(HubMixin, nn.Module):
     """Encoder of one text: token ids (B, N) to logits (B, classes), by any registered mechanism.
 
     Embeddings with learned positions, `depth` pre-LN layers, a final LayerNorm, the mean over the tokens of
-    the text, and a head of two linear layers with a ReLU between them.
+    the text, and a head of two linear layers with a ReLU between them. With `pool="none"` the head reads
+    each token instead of the mean, and gives logits (B, N, classes).
 
     Padding enters neither attention nor the mean, and gets no gradient. How far a text is padded changes its
     logits by rounding alone, with two exceptions: `combiner` chooses its blocks by N, unless
@@ -118,10 +74,12 @@ class TextEncoder(HubMixin, nn.Module):
         depth: layers.
         num_heads: heads of a layer.
         hidden: channels within the feed-forward part of a layer and within the head.
-        classes: logits; 0 leaves the head out, and the encoder gives the mean (B, dim).
+        classes: logits; 0 leaves the head out, and the encoder gives what the head would read: the mean
+            (B, dim), or each token (B, N, dim).
         dropout: after the embedding, after attention, and in the feed-forward part.
         attn_drop: dropout of attention weights. Only mechanisms that form such weights (`has_weights`) get
             it; for the others, hashed attention among them, it has no meaning and is left out.
+        pool: "mean" for a class of the text, "none" for one of each token; those of padding mean nothing.
     """
 
     def __init__(
@@ -138,13 +96,17 @@ class TextEncoder(HubMixin, nn.Module):
         classes: int = 2,
         dropout: float = 0.1,
         attn_drop: float = 0.1,
+        pool: Literal["mean", "none"] = "mean",
     ) -> None:
         super().__init__()
         sizes = {"vocabulary": vocabulary, "length": length, "dim": dim, "depth": depth, "hidden": hidden}
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if pool not in ("mean", "none"):
+            raise ValueError(f'pool must be "mean" or "none", got {pool!r}')
         self.vocabulary, self.length, self.dim, self.hidden = vocabulary, length, dim, hidden
+        self.pooling = pool
         config = _settings(attention, length, dropout, attn_drop) | (attention_config or {})
         self.embedding = nn.Embedding(vocabulary, dim)
         self.positions = nn.Parameter(torch.empty(length, dim))
@@ -159,13 +121,14 @@ class TextEncoder(HubMixin, nn.Module):
         self.reset_classifier(classes)
 
     def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Token ids (B, N) to logits (B, classes).
+        """Token ids (B, N) to logits (B, classes), or (B, N, classes) with `pool="none"`.
 
         `key_padding_mask` (B, N) is True where a token is padding; without it, tokens equal to `PAD` are. A
         text of nothing but padding is read as a mean of zeros.
         """
         mask = self._padding("tokens", tokens, "key_padding_mask", key_padding_mask)
-        logits: Tensor = self.head(self._encode(tokens, mask))
+        encode = self._encode if self.pooling == "mean" else self._features
+        logits: Tensor = self.head(encode(tokens, mask))
         return logits
 
     def forward_features(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
@@ -197,7 +160,8 @@ class TextEncoder(HubMixin, nn.Module):
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""
-        return f"length={self.length}, classes={self.classes}"
+        pool = "" if self.pooling == "mean" else f", pool={self.pooling}"
+        return f"length={self.length}, classes={self.classes}{pool}"
 
     def _padding(self, name: str, tokens: Tensor, mask_name: str, mask: Tensor | None) -> Tensor:
         """The mask, or the one that `PAD` makes, once both arguments are found to be in order."""
@@ -229,7 +193,7 @@ class TwoTowerEncoder(HubMixin, nn.Module):
     `ecoformer.fit_hashers(model, [{"first": ..., "second": ...}])` learns from the first texts, because the
     shared layers meet them first; `fit_hashers(model.encoder, [first, second])` learns from both.
 
-    Arguments are those of `TextEncoder`.
+    Arguments are those of `TextEncoder`, without `pool`.
     """
 
     def __init__(
