@@ -104,8 +104,15 @@ def test_what_is_unknown_is_told():
     ledger = cost(model, (2, 4))
     assert ledger.uncounted == ("1 (Odd)",)
     assert "not counted: 1 (Odd)" in str(ledger)
-    unknown = ecoformer.create_attention("reformer", 16, 2)
-    assert cost(nn.Sequential(unknown), (1, 8, 16)).uncounted == ("0 (reformer)",)
+
+
+def test_a_mechanism_without_a_rule_is_told():
+    class Mine(ecoformer.attention.PerformerAttention):
+        name = "mine"
+
+    ledger = cost(nn.Sequential(Mine(16, 2)), (1, 8, 16))
+    assert ledger.uncounted == ("0 (mine)",)
+    assert [row.kind for row in ledger.rows] == ["Linear", "Linear"]
 
 
 def test_an_input_that_the_model_cannot_take():

@@ -14,8 +14,10 @@ from typing import Any
 from torch import nn
 
 from ecoformer.accounting.counts import Counts, mac
+from ecoformer.accounting.paper_mechanisms import attention_to, mechanism_rule
 from ecoformer.accounting.shapes import Call
 from ecoformer.attention import Attention
+from ecoformer.attention.local import LocalBranch
 from ecoformer.conversion.layers import Found, find_layers
 
 
@@ -36,38 +38,18 @@ def layer_norm(call: Call, module: Any) -> Counts:
     return mac(2 * math.prod(call.inputs))
 
 
+def local_branch(call: Call, module: Any) -> Counts:
+    """Depth-wise: one product for each tap and number, tokens before an image included; no bias."""
+    return mac(math.prod(call.output) * math.prod(module.sizes))
+
+
 RULES: dict[type[nn.Module], Callable[[Call, Any], Counts]] = {
     nn.Linear: linear,
     nn.Conv1d: convolution,
     nn.Conv2d: convolution,
     nn.LayerNorm: layer_norm,
+    LocalBranch: local_branch,
 }
-
-
-def softmax(tokens: int, keys: int, dim: int, heads: int) -> Counts:
-    """Scores, their scaling, and the weighted sum of the values."""
-    pairs = tokens * keys
-    return Counts(mul=2 * pairs * dim + heads * pairs, add=2 * pairs * dim)
-
-
-def eco(tokens: int, heads: int, channels: int, bits: int, support: int) -> Counts:
-    """Kernel, hash functions, the two sums and the read; the kernel's squares are free."""
-    m, b, c = support, bits, channels
-    return Counts(
-        mul=heads * tokens * (2 * m + m * b + b + 1 + c),
-        add=heads * tokens * (2 * m * c + m * b + 2 * b + 2 * b * c + c),
-    )
-
-
-def attention(layer: Attention, tokens: int) -> Counts | None:
-    """What a mechanism does between its projections, or None where the paper's rule is not known."""
-    heads, channels = layer.num_heads, layer.head_dim
-    if layer.name == "softmax":
-        return softmax(tokens, tokens, layer.dim, heads)
-    if layer.name in ("eco", "klsh_eco"):
-        hasher: Any = layer.hasher
-        return eco(tokens, heads, channels, hasher.bits, hasher.support)
-    return None
 
 
 def rows(model: nn.Module, calls: list[Call]) -> tuple[list[tuple[str, str, Any, Counts]], list[str]]:
@@ -84,9 +66,10 @@ def rows(model: nn.Module, calls: list[Call]) -> tuple[list[tuple[str, str, Any,
         if rule is not None:
             found.append((call.name, type(call.module).__name__, part, rule(call, call.module)))
         elif isinstance(call.module, Attention):
-            counts = attention(call.module, call.inputs[-2])
-            if counts is not None:
-                found.append((call.name, call.module.name, "attention", counts * call.inputs[0]))
+            of_mechanism = mechanism_rule(call.module)
+            if of_mechanism is not None:
+                counts = of_mechanism(call.module, call.inputs[-2]) * call.inputs[0]
+                found.append((call.name, call.module.name, "attention", counts))
         elif call.module in foreign:
             layer = foreign[call.module]
             found.append((call.name, layer.kind, "attention", _foreign(call, layer, calls)))
@@ -105,7 +88,7 @@ def _foreign(call: Call, found: Found, calls: list[Call]) -> Counts:
         queries, each = seen, window**2
     else:
         each = seen // call.inputs[0]
-    return softmax(queries, each, found.source.dim, found.source.num_heads)
+    return attention_to(queries, each, found.source.dim, found.source.num_heads)
 
 
 def part_of(name: str, attention_layers: list[str]) -> str:
@@ -124,7 +107,7 @@ def _unknown(calls: list[Call], foreign: dict[nn.Module, Found]) -> list[str]:
         if type(module) in RULES or isinstance(module, (*RULES, nn.Embedding)) or module in foreign:
             continue
         if isinstance(module, Attention):
-            if attention(module, 1) is None:
+            if mechanism_rule(module) is None:
                 names.append(f"{call.name} ({module.name})")
         elif list(module.parameters(recurse=False)) and list(module.children()) == []:
             names.append(f"{call.name} ({type(module).__name__})")
