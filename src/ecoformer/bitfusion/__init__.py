@@ -1,12 +1,14 @@
 """BitFusion as an analytic model: time and energy of matrix products on an array of split multipliers.
 
-`simulate(FullyConnected(16, 32, 3136))` searches tiles and loop orders and says what the best one costs.
+`simulate(FullyConnected(16, 32, 3136))` searches tiles and loop orders and says what the best one costs;
+`simulate_model(model, (1, 3, 224, 224))` does so for every layer of a model.
 """
 
 from __future__ import annotations
 
 from .array import BitFusion
 from .energy import EnergyParts, EnergyTable
+from .model import LayerWork, ModelResult, ModelWork, model_work, simulate_model
 from .ops import Convolution, FullyConnected, Op
 from .paper_table import printed_table, printed_work
 from .simulation import PAPER_ARRAY, DramBits, Result, Tiling, Total, simulate, simulate_all
@@ -20,14 +22,19 @@ __all__ = [
     "EnergyParts",
     "EnergyTable",
     "FullyConnected",
+    "LayerWork",
+    "ModelResult",
+    "ModelWork",
     "Op",
     "Result",
     "Tiling",
     "Total",
     "attention_layer",
+    "model_work",
     "printed_layer",
     "printed_table",
     "printed_work",
     "simulate",
     "simulate_all",
+    "simulate_model",
 ]
