@@ -121,6 +121,8 @@ class Splits:
         vocabulary: number of token ids, padding included; 0 for images.
         length: tokens of a row; 0 for images.
         name: name of the data set.
+        masked: training samples are clean, and their targets `IGNORED`, until `mask_bytes` draws both for a
+            batch; test samples are masked already, so that all measure with the same ones.
     """
 
     train: Arrays | Images
@@ -130,6 +132,7 @@ class Splits:
     vocabulary: int = 0
     length: int = 0
     name: str = ""
+    masked: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in _DIMENSIONS:

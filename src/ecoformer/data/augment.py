@@ -1,0 +1,136 @@
+"""Pictures of a batch made ready for a model, all at once on their own device.
+
+Every picture of a batch gets draws of its own. The same generator state gives the same pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ecoformer.arguments import shape
+
+_ERASED_AREA = (0.02, 1 / 3)
+_ERASED_RATIO = (0.3, 1 / 0.3)
+
+
+def augment(
+    images: Tensor,
+    generator: torch.Generator,
+    *,
+    size: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    pad: int = 0,
+    padding: Literal["zeros", "reflect"] = "zeros",
+    flip: float = 0.5,
+    erase: float = 0.0,
+) -> Tensor:
+    """Bytes (B, C, H, W) for training, as float (B, C, size, size).
+
+    In this order: shift by up to `pad` pixels, mirror, resize, normalise, erase.
+
+    Args:
+        images: of uint8.
+        generator: on the device of the images.
+        size: height and width that the model wants.
+        mean: of each channel, in 0..1, that is subtracted.
+        std: of each channel, by which is divided.
+        pad: pixels around a picture, out of which one of the old size is cropped at random.
+        padding: what lies around it: black, or the picture mirrored.
+        flip: probability to be mirrored left to right.
+        erase: probability that a rectangle of a 50th to a third of the picture becomes `mean`.
+    """
+    _check_images(images)
+    for name, probability in {"flip": flip, "erase": erase}.items():
+        if not 0 <= probability <= 1:
+            raise ValueError(f"{name} must be a probability, from 0 to 1, got {probability}")
+    cropped = _flipped(_cropped(images, generator, pad, padding), generator, flip)
+    return _erased(plain(cropped, size=size, mean=mean, std=std), generator, erase)
+
+
+def plain(images: Tensor, *, size: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Bytes (B, C, H, W) for evaluation, as float (B, C, size, size): resized and normalised."""
+    _check_images(images)
+    if size < 1:
+        raise ValueError(f"size must be at least 1, got {size}")
+    channels = images.shape[1]
+    if len(mean) != channels or len(std) != channels or not all(s > 0 for s in std):
+        raise ValueError(
+            f"mean and std must have a number for each of {channels} channels, std above 0; "
+            f"got {list(mean)} and {list(std)}"
+        )
+    x = images.float()
+    if images.shape[-2:] != (size, size):
+        smaller = min(images.shape[-2:]) > size
+        x = F.interpolate(x, size=(size, size), mode="bilinear", align_corners=False, antialias=smaller)
+    scale = torch.tensor(std, device=x.device).view(-1, 1, 1)
+    shift = torch.tensor(mean, device=x.device).view(-1, 1, 1)
+    return (x / 255 - shift) / scale
+
+
+def _check_images(images: Tensor) -> None:
+    if images.dtype != torch.uint8 or images.ndim != 4:
+        raise ValueError(f"images must be uint8 (B, C, H, W), got {images.dtype} {shape(images)}")
+
+
+def _cropped(images: Tensor, generator: torch.Generator, pad: int, padding: str) -> Tensor:
+    height, width = images.shape[-2:]
+    if padding not in ("zeros", "reflect"):
+        raise ValueError(f'padding must be "zeros" or "reflect", got {padding!r}')
+    if not 0 <= pad < min(height, width):
+        raise ValueError(f"pad must be at least 0 and less than a side of {shape(images)}, got {pad}")
+    if not pad:
+        return images
+    draws = torch.randint(-pad, pad + 1, (2, len(images), 1), generator=generator, device=images.device)
+    rows, inside_rows = _shifted(height, draws[0])
+    columns, inside_columns = _shifted(width, draws[1])
+    batch = torch.arange(len(images), device=images.device).view(-1, 1, 1)
+    # The batch before the channels gathers whole pixels: (B, H, W, C) by three indices (B, H, W).
+    picked = images.permute(0, 2, 3, 1)[batch, rows.unsqueeze(2), columns.unsqueeze(1)].permute(0, 3, 1, 2)
+    if padding == "zeros":
+        inside = inside_rows.unsqueeze(2) & inside_columns.unsqueeze(1)
+        picked = picked * inside.unsqueeze(1)
+    return picked
+
+
+def _shifted(length: int, by: Tensor) -> tuple[Tensor, Tensor]:
+    """Where pixels (B, length) come from when a side is shifted, mirrored at its ends; which were inside."""
+    source = torch.arange(length, device=by.device) + by
+    inside = (source >= 0) & (source < length)
+    mirrored = (length - 1) - ((length - 1) - source.abs()).abs()
+    return mirrored, inside
+
+
+def _flipped(images: Tensor, generator: torch.Generator, probability: float) -> Tensor:
+    if not probability:
+        return images
+    flips = torch.rand(len(images), generator=generator, device=images.device) < probability
+    return torch.where(flips.view(-1, 1, 1, 1), images.flip(-1), images)
+
+
+def _erased(x: Tensor, generator: torch.Generator, probability: float) -> Tensor:
+    """Zero in a rectangle of some pictures; zero is the mean once pictures are normalised."""
+    if not probability:
+        return x
+    draws = torch.rand(5, len(x), 1, generator=generator, device=x.device)
+    height, width = x.shape[-2:]
+    area = (_ERASED_AREA[0] + draws[0] * (_ERASED_AREA[1] - _ERASED_AREA[0])) * (height * width)
+    low, high = (torch.tensor(ratio, device=x.device).log() for ratio in _ERASED_RATIO)
+    ratio = (low + draws[1] * (high - low)).exp()
+    inside = _span(height, (area * ratio).sqrt(), draws[2]).unsqueeze(2)
+    inside = inside & _span(width, (area / ratio).sqrt(), draws[3]).unsqueeze(1)
+    inside = inside & (draws[4] < probability).unsqueeze(2)
+    return x.masked_fill(inside.unsqueeze(1), 0)
+
+
+def _span(side: int, length: Tensor, place: Tensor) -> Tensor:
+    """Which pixels (B, side) of a side lie in a stretch of about `length` (B, 1), `place` in 0..1."""
+    length = length.round().clamp(1, side)
+    start = (place * (side - length + 1)).floor()
+    pixels = torch.arange(side, device=length.device)
+    return (pixels >= start) & (pixels < start + length)

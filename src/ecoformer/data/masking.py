@@ -1,0 +1,125 @@
+"""Masked bytes: some bytes of a text are hidden, and the model is asked for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ecoformer.arguments import shape
+from ecoformer.data.bytes import BYTE_IDS, PAD
+from ecoformer.data.registry import register_dataset
+from ecoformer.data.samples import sample_text
+from ecoformer.data.splits import IGNORED, Arrays, Splits
+from ecoformer.data.texts import read_files, text_files
+
+MASK = BYTE_IDS
+"""Token id of a hidden byte."""
+
+_TEST_SHARE = 10  # every so many-th of what is not divided yet is for testing
+
+
+def mask_bytes(tokens: Tensor, generator: torch.Generator, rate: float = 0.15) -> tuple[Tensor, Tensor]:
+    """Clean token ids (B, N) as inputs and targets (B, N), both int64.
+
+    Of a text's bytes a share of `rate` is asked for, but at least one. As in BERT, 80 % of them are shown as
+    `MASK`, 10 % as a random byte and 10 % as they are, so that a model cannot trust what it sees.
+
+    Args:
+        tokens: ids that `byte_tokens` makes; padding is never asked for.
+        generator: on the device of `tokens`.
+        rate: above 0, at most 1.
+
+    Returns:
+        What the model sees; and the bytes, 0 to 255, that are asked for, `IGNORED` elsewhere.
+    """
+    if not 0 < rate <= 1:
+        raise ValueError(f"rate must be above 0 and at most 1, got {rate}")
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens must be (B, N), got {shape(tokens)}")
+    tokens = tokens.long()
+    draw = torch.rand(tokens.shape, generator=generator, device=tokens.device)
+    change = torch.rand(tokens.shape, generator=generator, device=tokens.device)
+    others = torch.randint(1, BYTE_IDS, tokens.shape, generator=generator, device=tokens.device)
+    draw = draw.masked_fill(tokens == PAD, 2)
+    asked = (draw < rate) | (draw == draw.amin(dim=1, keepdim=True)) & (draw < 2)
+    inputs = tokens.masked_fill(asked & (change < 0.8), MASK)
+    inputs = torch.where(asked & (change >= 0.9), others, inputs)
+    return inputs, (tokens - 1).masked_fill(~asked, IGNORED)
+
+
+@register_dataset(
+    "masked_bytes", layout="train/ and test/ with .txt files, as aclImdb has them, or .txt files"
+)
+def masked_bytes(root: Path, *, length: int = 1024, rate: float = 0.15, seed: int = 0) -> Splits:
+    """Stretches of the texts of a folder; a stretch may span several texts.
+
+    Without `train` and `test`, every tenth text is for testing. aclImdb's `unsup` is left out.
+
+    Args:
+        root: a folder of texts, or one that holds aclImdb.
+        length: bytes of a stretch.
+        rate: share of bytes that are hidden.
+        seed: of what is hidden when testing.
+    """
+    root = root / "aclImdb" if (root / "aclImdb").is_dir() else root
+    train, test = (_below(root / part) for part in ("train", "test"))
+    if not train and not test:
+        paths = text_files(root)
+        train, test = [p for i, p in enumerate(paths) if i % _TEST_SHARE], paths[::_TEST_SHARE]
+    if not train or not test:
+        raise FileNotFoundError(
+            f"masked_bytes: {root} must hold train/ and test/ with .txt files, or two .txt files itself"
+        )
+    stretches = [_stretches(b"\n".join(read_files(paths)), length) for paths in (train, test)]
+    return _masked(stretches[0], stretches[1], rate, seed)
+
+
+@register_dataset("masked_sample")
+def masked_sample(*, length: int = 256, rate: float = 0.15, seed: int = 0) -> Splits:
+    """Masked bytes of about 70 kB of English that scikit-learn ships; every tenth stretch is for testing.
+
+    Args:
+        length: bytes of a stretch.
+        rate: share of bytes that are hidden.
+        seed: of what is hidden when testing.
+    """
+    stretches = _stretches(sample_text(), length)
+    in_test = torch.arange(len(stretches)) % _TEST_SHARE == 0
+    return _masked(stretches[~in_test], stretches[in_test], rate, seed)
+
+
+def _below(folder: Path) -> list[str]:
+    """Texts in a folder and in those right below it."""
+    if not folder.is_dir():
+        return []
+    inner = sorted(entry for entry in folder.iterdir() if entry.is_dir() and entry.name != "unsup")
+    return [path for place in (folder, *inner) for path in text_files(place)]
+
+
+def _stretches(text: bytes, length: int) -> Tensor:
+    """Token ids (N, length) of a text, without the bytes that are left over."""
+    if length < 1:
+        raise ValueError(f"length must be at least 1, got {length}")
+    count = len(text) // length
+    if count < 1:
+        raise ValueError(f"length={length} is more than the text's {len(text)} bytes: choose a smaller one")
+    rows = torch.frombuffer(bytearray(text[: count * length]), dtype=torch.uint8)
+    return rows.view(count, length).to(torch.int16).add_(1)
+
+
+def _masked(train: Tensor, test: Tensor, rate: float, seed: int) -> Splits:
+    if not len(train):
+        raise ValueError("length leaves no stretch to learn from: choose a smaller one")
+    inputs, targets = mask_bytes(test, torch.Generator().manual_seed(seed), rate)
+    unasked = torch.tensor(IGNORED, dtype=torch.int16).expand(train.shape)
+    return Splits(
+        Arrays(train, unasked),
+        Arrays(inputs.to(torch.int16), targets.to(torch.int16)),
+        "tokens",
+        classes=256,
+        vocabulary=MASK + 1,
+        length=train.shape[1],
+        masked=True,
+    )
