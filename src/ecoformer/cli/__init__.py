@@ -12,6 +12,7 @@ from ecoformer.cli.convert import convert
 from ecoformer.cli.cost import cost
 from ecoformer.cli.info import info
 from ecoformer.cli.simulate import simulate
+from ecoformer.cli.tables import tables
 
 app = typer.Typer(
     name="ecoformer",
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command()(convert)
 app.command()(cost)
 app.command()(info)
+app.command()(tables)
 app.add_typer(simulate, name="simulate")
 
 

@@ -1,0 +1,1 @@
+"""What is reported: the paper's tables beside ours, and figures."""

@@ -1,0 +1,57 @@
+"""`ecoformer tables` as a user meets it."""
+
+import json
+import sys
+
+import pytest
+
+from ecoformer.cli import main
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["ecoformer", "tables", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run
+
+
+def test_one_table_for_people(cli):
+    status, out, err = cli("cifar100_support_samples")
+    assert (status, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "m=10 0.53 = 0.53 0.55 = 0.55 2.46 = 2.46 70.73" in lines
+    assert "= 12 equal ours is the printed figure, to its last digit" in lines
+
+
+def test_differences_and_remarks(cli):
+    out = cli("bitfusion")[1]
+    assert "45770.61 ~ 46840.51 +1069.90" in out
+    assert "the figures are nJ" in out
+    assert all(len(line.rstrip()) <= 100 for line in out.splitlines())
+
+
+def test_for_machines(cli):
+    (table,) = json.loads(cli("operation_energy_45nm", "--json")[1])
+    assert (
+        table["cells"][0] | {"row": "fp16_add", "printed": 0.4, "ours": 0.4, "status": "equal"}
+        == table["cells"][0]
+    )
+    lines = cli("throughput", "--csv")[1].splitlines()
+    assert lines[0] == "table,row,column,printed,ours,difference,status,note"
+    assert lines[1] == "throughput,msa,pvt_v2_b0,850.0,,,not ours,"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("bitfusoin",), "did you mean 'bitfusion'?"), (("bitfusion", "--json", "--csv"), "exclude each other")],
+)
+def test_mistakes(cli, arguments, message):
+    status, out, err = cli(*arguments)
+    assert (status, out) == (1, "")
+    assert message in err
+    assert err.count("\n") == 1
