@@ -1,0 +1,95 @@
+"""`ecoformer train` and `ecoformer eval`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Change = Annotated[
+    list[str] | None, typer.Option("--set", help="Change a value: `optimiser.lr=1e-3`; may be repeated.")
+]
+Device = Annotated[str | None, typer.Option(help="`cpu` or `cuda`; the GPU by default, if there is one.")]
+
+
+def train(
+    recipe: Annotated[
+        str | None, typer.Argument(help="A recipe's name or YAML file; none lists them.")
+    ] = None,
+    change: Change = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; runs/RECIPE by default.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in that folder.")] = False,
+    device: Device = None,
+    show_recipe: Annotated[bool, typer.Option("--show", help="Print the recipe and stop.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a model by a recipe.
+
+    Example: `ecoformer train digits --set attention.name=softmax --out runs/softmax`
+
+    Several processes: `torchrun --nproc-per-node 2 -m ecoformer train digits`
+    """
+    training = _training()
+    if recipe is None:
+        for name in training.list_recipes():
+            typer.echo(f"{name:<18} {training.load_recipe(name).about}")
+        return
+    chosen = training.load_recipe(recipe, change or [])
+    if show_recipe:
+        typer.echo(training.as_yaml(chosen), nl=False)
+        return
+    folder = out or Path("runs") / Path(recipe).stem
+    result = training.train(chosen, folder, resume=resume, device=device, show=_is_first_process())
+    if _is_first_process():
+        _show(result, folder, as_json)
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or a checkpoint with --recipe.")],
+    recipe: Annotated[str | None, typer.Option(help="Recipe whose test data are meant.")] = None,
+    change: Change = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a trained model on test data.
+
+    Example: `ecoformer eval runs/digits`
+    """
+    training = _training()
+    measured = training.evaluate_path(run, recipe, change or [], device=device)
+    if as_json:
+        typer.echo(json.dumps(measured, indent=2))
+    else:
+        typer.echo(f"accuracy {measured['accuracy']:.2%}, loss {measured['loss']:.4f}")
+
+
+def _show(result: dict[str, Any], folder: Path, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+        return
+    paper = result["cost"]["paper"]
+    typer.echo(f"accuracy {result['accuracy']:.2%} (best {result['best_accuracy']:.2%})")
+    typer.echo(
+        f"a sample: {paper['mul'] / 1e6:,.1f} M multiplications, {paper['add'] / 1e6:,.1f} M additions, "
+        f"{paper['energy_pj'] / 1e6:,.1f} µJ by the paper's accounting"
+    )
+    typer.echo(f"model: {folder / 'model.safetensors'}")
+
+
+def _training() -> Any:
+    try:
+        from ecoformer import training
+
+        return training
+    except ImportError as error:
+        raise ImportError(
+            f"training needs more packages ({error.name}): pip install 'ecoformer[train]'"
+        ) from error
+
+
+def _is_first_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"

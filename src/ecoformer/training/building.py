@@ -1,0 +1,99 @@
+"""The model of a recipe: built or loaded, and given its mechanism."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ecoformer.checkpoints import load
+from ecoformer.checkpoints.describe import ARGUMENTS
+from ecoformer.conversion import convert
+from ecoformer.conversion.layers import choose, find_layers
+from ecoformer.data.splits import Splits
+from ecoformer.training.recipe import Recipe
+
+ENCODERS = {"text": "TextEncoder", "pairs": "TwoTowerEncoder", "tokens": "TextEncoder"}
+
+
+def build_model(recipe: Recipe, splits: Splits) -> nn.Module:
+    """The recipe's model on the CPU, in its mechanism, from its start or from random weights."""
+    torch.manual_seed(recipe.seed)
+    if recipe.start is not None:
+        return _started(recipe, splits)
+    if splits.kind in ENCODERS:
+        return _encoder(recipe, splits)
+    return _convert(_picture_model(recipe, splits), recipe, splits)
+
+
+def _picture_model(recipe: Recipe, splits: Splits) -> nn.Module:
+    import timm
+
+    name = recipe.model.name
+    if not timm.is_model(name):
+        close = difflib.get_close_matches(name, timm.list_models(), n=3)
+        hint = f"did you mean {', '.join(close)}?" if close else "timm.list_models() lists the names"
+        raise ValueError(f"model.name: timm has no model {name!r}: {hint}")
+    model: nn.Module = timm.create_model(name, num_classes=splits.classes, **recipe.model.options)
+    setattr(model, ARGUMENTS, dict(recipe.model.options))  # timm forgets them, a checkpoint needs them
+    return model
+
+
+def _encoder(recipe: Recipe, splits: Splits) -> nn.Module:
+    from ecoformer.models import text
+
+    if recipe.model.name != "text":
+        raise ValueError(
+            f"model.name must be text for {recipe.data.name}, which holds {splits.kind}, got "
+            f"{recipe.model.name!r}"
+        )
+    if recipe.attention.name == "native" or recipe.attention.layers is not None:
+        raise ValueError("attention: an encoder takes one mechanism by name, for all its layers")
+    options: dict[str, Any] = {
+        "vocabulary": splits.vocabulary,
+        "length": splits.length,
+        "classes": splits.classes,
+    }
+    if splits.kind == "tokens":
+        options["pool"] = "none"
+    cls: Any = getattr(text, ENCODERS[splits.kind])
+    mechanism = {"attention": recipe.attention.name, "attention_config": recipe.attention.options}
+    model: nn.Module = cls(**{**options, **mechanism, **recipe.model.options})
+    return model
+
+
+def _started(recipe: Recipe, splits: Splits) -> nn.Module:
+    path = Path(recipe.start or "")
+    if not path.exists():
+        raise FileNotFoundError(f"start: there is no checkpoint {recipe.start}")
+    model = load(path)
+    wanted, found = recipe.attention.name, find_layers(model)
+    why_left = choose(found, recipe.attention.layers)
+    kinds = {f.kind for f in found if why_left[f.name] is None}
+    if kinds != {wanted}:
+        return _convert(model, recipe, splits)
+    if recipe.attention.options:
+        raise ValueError(
+            f"start: {path.name} attends by {wanted} already: leave attention.options out, which only a new "
+            "layer can take"
+        )
+    return model
+
+
+def _convert(model: nn.Module, recipe: Recipe, splits: Splits) -> nn.Module:
+    attention = recipe.attention
+    if attention.name != "native":
+        example = example_of(recipe, splits)
+        convert(model, attention.name, layers=attention.layers, example=example, **attention.options)
+    return model
+
+
+def example_of(recipe: Recipe, splits: Splits) -> torch.Tensor:
+    """One input of the model, of zeros."""
+    if splits.kind == "images":
+        return torch.zeros(1, 3, recipe.augment.size, recipe.augment.size)
+    shape = (1, 2, splits.length) if splits.kind == "pairs" else (1, splits.length)
+    return torch.ones(shape, dtype=torch.long)

@@ -1,0 +1,110 @@
+"""From stored samples to a loss: what each kind of data gives the model, and how its answers are judged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ecoformer.data.augment import augment, plain
+from ecoformer.data.masking import mask_bytes
+from ecoformer.data.splits import IGNORED, Splits
+from ecoformer.training.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Sums over samples, so that batches and processes add up."""
+
+    right: Tensor
+    loss: Tensor
+    asked: Tensor
+
+    def __add__(self, other: Judgement) -> Judgement:
+        return Judgement(self.right + other.right, self.loss + other.loss, self.asked + other.asked)
+
+    def stacked(self) -> Tensor:
+        """As one tensor (3,), which processes can add up."""
+        return torch.stack([self.right, self.loss, self.asked]).double()
+
+
+class Task:
+    """How a recipe's data become inputs and targets, and outputs a loss."""
+
+    def __init__(self, recipe: Recipe, splits: Splits) -> None:
+        self.recipe, self.kind, self.masked = recipe, splits.kind, splits.masked
+        self.mixup = _mixup(recipe, splits.classes) if splits.kind == "images" else None
+
+    def training_batch(
+        self, inputs: Tensor, targets: Tensor, generator: torch.Generator
+    ) -> tuple[Any, Tensor]:
+        """What the model takes and should answer, augmented or masked; draws come from `generator`."""
+        if self.kind == "images":
+            if not inputs.is_floating_point():
+                inputs = augment(inputs, generator, **self._pixels(), **self._changes())
+            if self.mixup is not None and len(inputs) % 2 == 0:
+                mixed: tuple[Tensor, Tensor] = self.mixup(inputs, targets)
+                return mixed
+            return inputs, targets
+        if self.masked:
+            inputs, targets = mask_bytes(inputs, generator, rate=self.recipe.mask_rate)
+        return inputs.long(), targets.long()
+
+    def test_batch(self, inputs: Tensor, targets: Tensor) -> tuple[Any, Tensor]:
+        """The same, unchanged."""
+        if self.kind != "images":
+            return inputs.long(), targets.long()
+        return (inputs if inputs.is_floating_point() else plain(inputs, **self._pixels())), targets
+
+    def answer(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """The model's logits."""
+        logits: Tensor = model(*inputs.unbind(1)) if self.kind == "pairs" else model(inputs)
+        return logits
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy, with label smoothing; targets are classes or shares of them."""
+        if targets.is_floating_point():  # mixup has smoothed them already
+            return F.cross_entropy(logits.float(), targets)
+        logits, targets = _flat(logits, targets)
+        smoothing = self.recipe.smoothing
+        return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, label_smoothing=smoothing)
+
+    def judge(self, logits: Tensor, targets: Tensor) -> Judgement:
+        """Right answers and loss over a test batch."""
+        logits, targets = _flat(logits, targets)
+        loss = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
+        right = (logits.argmax(-1) == targets) & (targets != IGNORED)
+        return Judgement(right.sum().double(), loss.double(), (targets != IGNORED).sum().double())
+
+    def _pixels(self) -> dict[str, Any]:
+        a = self.recipe.augment
+        return {"size": a.size, "mean": a.mean, "std": a.std}
+
+    def _changes(self) -> dict[str, Any]:
+        a = self.recipe.augment
+        return {"pad": a.pad, "flip": a.flip, "erase": a.erase}
+
+
+def distillation_loss(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
+    """Kullback-Leibler divergence from the teacher's softened answers."""
+    student = F.log_softmax(logits.float() / temperature, dim=-1)
+    teacher = F.log_softmax(taught.float() / temperature, dim=-1)
+    return F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1).mean() * temperature**2
+
+
+def _flat(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return (logits.flatten(0, 1), targets.flatten()) if logits.ndim == 3 else (logits, targets)
+
+
+def _mixup(recipe: Recipe, classes: int) -> Any:
+    changes = recipe.augment
+    if not (changes.mixup or changes.cutmix):
+        return None
+    from timm.data import Mixup
+
+    cls: Any = Mixup
+    alphas = {"mixup_alpha": changes.mixup, "cutmix_alpha": changes.cutmix}
+    return cls(**alphas, label_smoothing=recipe.smoothing, num_classes=classes)
