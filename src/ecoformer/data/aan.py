@@ -76,9 +76,12 @@ def decode_literal(text: str, most: int) -> bytes:
     # No byte of a literal takes more than four characters, and papers are long.
     found = _LITERAL.fullmatch(text)
     if found is None:
-        return text[:most].encode()[:most]
-    written = found[2][: 4 * most].encode()
-    return _ESCAPE.sub(_meaning, written)[:most]
+        return _first_bytes(text, most)
+    return _ESCAPE.sub(_meaning, _first_bytes(found[2], 4 * most))[:most]
+
+
+def _first_bytes(text: str, most: int) -> bytes:
+    return text[:most].encode(errors="surrogateescape")[:most]
 
 
 def _meaning(escape: re.Match[bytes]) -> bytes:
@@ -103,7 +106,7 @@ def _pairs(file: Path, length: int, kept: int, decode: bool, limit: int | None) 
                 continue
             shares[label] -= 1
         labels.append(label)
-        texts += [decode_literal(text, kept) if decode else text[:kept].encode()[:kept] for text in pair]
+        texts += [decode_literal(text, kept) if decode else _first_bytes(text, kept) for text in pair]
         if len(texts) == 2 * _CHUNK:
             chunks.append(byte_tokens(texts, length, cut=kept, dtype=torch.int16))
             texts = []

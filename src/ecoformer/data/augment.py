@@ -27,7 +27,7 @@ def augment(
     std: Sequence[float],
     pad: int = 0,
     padding: Literal["zeros", "reflect"] = "zeros",
-    flip: float = 0.5,
+    flip: bool = False,
     erase: float = 0.0,
 ) -> Tensor:
     """Bytes (B, C, H, W) for training, as float (B, C, size, size).
@@ -42,14 +42,15 @@ def augment(
         std: of each channel, by which is divided.
         pad: pixels around a picture, out of which one of the old size is cropped at random.
         padding: what lies around it: black, or the picture mirrored.
-        flip: probability to be mirrored left to right.
+        flip: whether half of the pictures are mirrored left to right.
         erase: probability that a rectangle of a 50th to a third of the picture becomes `mean`.
     """
     _check_images(images)
-    for name, probability in {"flip": flip, "erase": erase}.items():
-        if not 0 <= probability <= 1:
-            raise ValueError(f"{name} must be a probability, from 0 to 1, got {probability}")
-    cropped = _flipped(_cropped(images, generator, pad, padding), generator, flip)
+    if not 0 <= erase <= 1:
+        raise ValueError(f"erase must be a probability, from 0 to 1, got {erase}")
+    cropped = _cropped(images, generator, pad, padding)
+    if flip:
+        cropped = _flipped(cropped, generator)
     return _erased(plain(cropped, size=size, mean=mean, std=std), generator, erase)
 
 
@@ -66,7 +67,7 @@ def plain(images: Tensor, *, size: int, mean: Sequence[float], std: Sequence[flo
         )
     x = images.float()
     if images.shape[-2:] != (size, size):
-        smaller = min(images.shape[-2:]) > size
+        smaller = max(images.shape[-2:]) > size
         x = F.interpolate(x, size=(size, size), mode="bilinear", align_corners=False, antialias=smaller)
     scale = torch.tensor(std, device=x.device).view(-1, 1, 1)
     shift = torch.tensor(mean, device=x.device).view(-1, 1, 1)
@@ -106,10 +107,8 @@ def _shifted(length: int, by: Tensor) -> tuple[Tensor, Tensor]:
     return mirrored, inside
 
 
-def _flipped(images: Tensor, generator: torch.Generator, probability: float) -> Tensor:
-    if not probability:
-        return images
-    flips = torch.rand(len(images), generator=generator, device=images.device) < probability
+def _flipped(images: Tensor, generator: torch.Generator) -> Tensor:
+    flips = torch.rand(len(images), generator=generator, device=images.device) < 0.5
     return torch.where(flips.view(-1, 1, 1, 1), images.flip(-1), images)
 
 

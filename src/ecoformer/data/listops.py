@@ -30,6 +30,7 @@ _DIGIT, _OPERATOR, _END = 1, 11, 15
 _LIST_SHARE = 0.25
 _BATCH = 2048
 _FRUITLESS = 50
+_DRAWS = 1  # to be raised when the same seed gives other lists, because caches are found by it
 
 
 class _Level(NamedTuple):
@@ -81,7 +82,8 @@ def listops(
             raise ValueError(f"{name} must be at least {low}, got {settings[name]}")
     if cache is None:
         return _generated(settings)
-    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    stamp = json.dumps({"draws": _DRAWS, **settings}, sort_keys=True)
+    key = hashlib.sha256(stamp.encode()).hexdigest()[:16]
     folder = Path(cache) / f"listops-{key}"
     try:
         if is_stored(folder):

@@ -162,10 +162,10 @@ def balanced(labels: Tensor, limit: int) -> Tensor:
 
 def limited(part: Arrays | Images, limit: int) -> Arrays | Images:
     """At most `limit` samples of a part: a fixed choice, its classes balanced."""
-    labels = part.labels
-    if labels is not None:
-        return part.select(balanced(labels, limit))
-    return part.select(balanced(torch.zeros(len(part), dtype=torch.int64), limit))
+    if len(part) <= limit:
+        return part
+    labels = torch.zeros(len(part), dtype=torch.int64) if part.labels is None else part.labels
+    return part.select(balanced(labels, limit))
 
 
 def _shuffled(count: int) -> Tensor:

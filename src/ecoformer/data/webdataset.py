@@ -145,61 +145,67 @@ def _images(indices: dict[str, _Index], classes: tuple[str, ...]) -> ShardImages
 
 def scan(path: str) -> _Index:
     """The index of a shard, from its headers and labels."""
-    pictures: dict[str, tuple[int, int]] = {}
-    labels: dict[str, int] = {}
+    shard = _Shard(path, os.path.getsize(path), {}, {})
     try:
         with tarfile.open(path, "r:") as tar:
             for entry in tar:
                 if entry.isfile():
-                    _note(path, tar, entry, pictures, labels)
+                    shard.note(tar, entry)
             end = tar.offset
     except tarfile.TarError as error:
         raise ValueError(f"{path} is no tar, or is damaged or compressed: {error}") from error
     _check_end(path, end)
-    lonely = sorted(pictures.keys() ^ labels.keys())
-    if lonely:
-        lacks = "a label, KEY.cls or KEY.json" if lonely[0] in pictures else "a picture"
-        raise ValueError(f"{path}: the sample {lonely[0]!r} has not {lacks}")
-    places = torch.tensor(list(pictures.values()), dtype=torch.int64).view(-1, 2)
-    numbers = torch.tensor([labels[key] for key in pictures], dtype=torch.int64)
-    return _Index(places[:, 0].contiguous(), places[:, 1].contiguous(), numbers)
+    return shard.index()
 
 
-def _note(
-    path: str,
-    tar: tarfile.TarFile,
-    entry: tarfile.TarInfo,
-    pictures: dict[str, tuple[int, int]],
-    labels: dict[str, int],
-) -> None:
-    folder, _, name = entry.name.rpartition("/")
-    stem, _, ending = name.partition(".")
-    key, ending = f"{folder}/{stem}".lstrip("/"), ending.lower()
-    if entry.offset_data + entry.size > os.path.getsize(path):
-        raise ValueError(f"{path} is cut short within {entry.name}: fetch it again")
-    if ending in _PICTURES:
-        if key in pictures:
-            raise ValueError(f"{path}: the sample {key!r} has two pictures")
-        pictures[key] = (entry.offset_data, entry.size)
-    elif ending in _LABELS:
-        label = _label(path, tar, entry, _LABELS[ending])
-        if label is not None and labels.setdefault(key, label) != label:
-            raise ValueError(f"{path}: the sample {key!r} has two labels, {labels[key]} and {label}")
+@dataclass(frozen=True)
+class _Shard:
+    """What is found in a tar, by the samples' keys."""
 
+    path: str
+    size: int
+    pictures: dict[str, tuple[int, int]]
+    labels: dict[str, int]
 
-def _label(
-    path: str, tar: tarfile.TarFile, entry: tarfile.TarInfo, read: Callable[[bytes], Any]
-) -> int | None:
-    file = tar.extractfile(entry)
-    try:
-        label = read(file.read() if file else b"")
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: {entry.name} holds no label: {error}") from error
-    if label is None:
-        return None
-    if type(label) is not int or not 0 <= label < 2**31:
-        raise ValueError(f"{path}: {entry.name} holds the label {label!r}, which is no class number")
-    return label
+    def note(self, tar: tarfile.TarFile, entry: tarfile.TarInfo) -> None:
+        folder, _, name = entry.name.rpartition("/")
+        stem, _, ending = name.partition(".")
+        key, ending = f"{folder}/{stem}".lstrip("/"), ending.lower()
+        if entry.offset_data + entry.size > self.size:
+            raise ValueError(f"{self.path} is cut short within {entry.name}: fetch it again")
+        if ending in _PICTURES:
+            if key in self.pictures:
+                raise ValueError(f"{self.path}: the sample {key!r} has two pictures")
+            self.pictures[key] = (entry.offset_data, entry.size)
+        elif ending in _LABELS:
+            label = self._label(tar, entry, _LABELS[ending])
+            if label is not None and self.labels.setdefault(key, label) != label:
+                raise ValueError(
+                    f"{self.path}: the sample {key!r} has two labels, {self.labels[key]} and {label}"
+                )
+
+    def index(self) -> _Index:
+        lonely = sorted(self.pictures.keys() ^ self.labels.keys())
+        if lonely:
+            lacks = "a label, KEY.cls or KEY.json" if lonely[0] in self.pictures else "a picture"
+            raise ValueError(f"{self.path}: the sample {lonely[0]!r} lacks {lacks}")
+        places = torch.tensor(list(self.pictures.values()), dtype=torch.int64).view(-1, 2)
+        labels = torch.tensor([self.labels[key] for key in self.pictures], dtype=torch.int64)
+        return _Index(places[:, 0].contiguous(), places[:, 1].contiguous(), labels)
+
+    def _label(
+        self, tar: tarfile.TarFile, entry: tarfile.TarInfo, read: Callable[[bytes], Any]
+    ) -> int | None:
+        file = tar.extractfile(entry)
+        try:
+            label = read(file.read() if file else b"")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{self.path}: {entry.name} holds no label: {error}") from error
+        if label is None:
+            return None
+        if type(label) is not int or not 0 <= label < 2**31:
+            raise ValueError(f"{self.path}: {entry.name} holds the label {label!r}, which is no class number")
+        return label
 
 
 def _json_label(data: bytes) -> Any:
