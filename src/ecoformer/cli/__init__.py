@@ -8,11 +8,14 @@ import sys
 import typer
 
 from ecoformer import __version__
+from ecoformer.cli.bench import bench
 from ecoformer.cli.convert import convert
 from ecoformer.cli.cost import cost
+from ecoformer.cli.figure import figure
 from ecoformer.cli.info import info
 from ecoformer.cli.simulate import simulate
 from ecoformer.cli.tables import tables
+from ecoformer.cli.train import evaluate, train
 
 app = typer.Typer(
     name="ecoformer",
@@ -24,8 +27,12 @@ app = typer.Typer(
 )
 app.command()(convert)
 app.command()(cost)
+app.command("eval")(evaluate)
 app.command()(info)
+app.command()(train)
 app.command()(tables)
+app.add_typer(bench, name="bench")
+app.add_typer(figure, name="figure")
 app.add_typer(simulate, name="simulate")
 
 
