@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
+import ecoformer
 from ecoformer.cli import main
+from ecoformer.models.text import TextEncoder
 
 
 @pytest.fixture
@@ -40,6 +42,50 @@ def test_side_by_side(cli):
     ]
 
 
+def rows_of(out):
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│" in line]
+
+
+def test_settings_go_to_the_mechanisms_that_have_them(cli):
+    options = ("--compare", "softmax,linformer,eco", "--set", "k=16", "--set", "m=10", "--resolution", "64")
+    lines = cli("cost", "pvt_v2_b0", *options, "--csv")[1].splitlines()
+    assert lines[0].startswith("attention,mul,add,")
+    few = {line.split(",")[0]: int(line.split(",")[1]) for line in lines[1:]}
+    usual = json.loads(cli("cost", "pvt_v2_b0", *options[:2], "--resolution", "64", "--json")[1])
+    more = {name: ledger["total"]["mul"] - few[name] for name, ledger in usual.items()}
+    rows = 2 * (256 + 2 * 64 + 5 * 16)  # tokens of all heads, two layers a stage
+    assert more == {"softmax": 0, "linformer": rows * 240 * 129, "eco": rows * 15 * 18}
+
+
+def test_sweeps(cli):
+    _, out, _ = cli("cost", "pvt_v2_b0", "--compare", "softmax,eco", "--sweep", "resolution=64,224")
+    assert [row[:3] for row in rows_of(out)] == [
+        ["softmax", "64", "0.05"],
+        ["softmax", "224", "2.02"],
+        ["eco", "64", "0.04"],
+        ["eco", "224", "0.54"],
+    ]
+    points = json.loads(cli("cost", "pvt_v2_b0", "--attention", "eco", "--sweep", "m=25", "--json")[1])
+    assert points[0] | {"support": 25, "attention": "eco", "mul": 535392840, "uncounted": 0} == points[0]
+    lines = cli("cost", "pvt_v2_b0", "--sweep", "resolution=64,96", "--csv")[1].splitlines()
+    assert [line.split(",")[:2] for line in lines] == [
+        ["resolution", "attention"],
+        ["64", "as it is"],
+        ["96", "as it is"],
+    ]
+
+
+def test_tokens_of_a_text_model(cli, tmp_path):
+    path = tmp_path / "text.safetensors"
+    ecoformer.save(TextEncoder(attention="softmax", length=64, dim=16, hidden=8), path)
+    sweep = ("--attention", "lsh_eco", "--set", "bits=4", "--sweep", "tokens=16,32", "--json")
+    one, two = json.loads(cli("cost", str(path), *sweep)[1])
+    assert (one["tokens"], two["tokens"]) == (16, 32)
+    assert one["mul"] < two["mul"] < 2 * one["mul"]  # the head costs the same
+    single = json.loads(cli("cost", str(path), *sweep[:4], "--tokens", "16", "--json")[1])
+    assert single["total"]["mul"] == one["mul"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -48,6 +94,17 @@ def test_side_by_side(cli):
         (("cost", "pvt_v2_b0", "--energy", "fp99"), "energy must be one of fp16-45nm"),
         (("cost", "pvt_v2_b0", "--attention", "eco", "--compare", "eco"), "exclude each other"),
         (("cost", "pvt_v2_bo"), "did you mean pvt_v2_b"),
+        (("cost", "pvt_v2_b0", "--json", "--csv"), "--json and --csv exclude each other"),
+        (("cost", "pvt_v2_b0", "--resolution", "64", "--tokens", "8"), "exclude each other"),
+        (("cost", "pvt_v2_b0", "--compare", ","), "--compare takes names of mechanisms"),
+        (("cost", "pvt_v2_b0", "--attention", "eco", "--set", "bits"), "--set takes KEY=VALUE"),
+        (("cost", "pvt_v2_b0", "--attention", "softmax", "--set", "bits=8"), "no setting of softmax"),
+        (("cost", "pvt_v2_b0", "--set", "bits=8"), "no setting of a model that is taken as it is"),
+        (("cost", "pvt_v2_b0", "--sweep", "resolution"), "--sweep takes KEY=VALUE,VALUE"),
+        (("cost", "pvt_v2_b0", "--sweep", "bits=8"), "name one (--attention or --compare)"),
+        (("cost", "pvt_v2_b0", "--compare", "softmax,eco", "--sweep", "m=8"), "no setting of softmax"),
+        (("cost", "pvt_v2_b0", "--sweep", "resolution=64", "--tokens", "8"), "exclude each other"),
+        (("cost", "pvt_v2_b0", "--sweep", "resolution=64,big"), "whole numbers from 1, got 'big'"),
         (
             ("simulate", "fc", "--rows", "16", "--inputs", "8", "--outputs", "8", "--bits", "8"),
             "--bits takes",

@@ -61,6 +61,12 @@ class Ledger:
         parts: tuple[Part, ...] = ("attention", "ffn", "other")
         return {part: self.energy.energy_pj(self.of(part)) / whole for part in parts}
 
+    def summary(self) -> dict[str, Any]:
+        """One flat row: totals, energy, attention's share of it, and how many layers are not counted."""
+        share, unknown = self.shares()["attention"], len(self.uncounted)
+        energy = {"energy_pj": self.energy_pj, "attention_share": share}
+        return self.total.to_dict() | energy | {"uncounted": unknown}
+
     def to_dict(self) -> dict[str, Any]:
         """Totals, shares and layers."""
         return {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
@@ -19,7 +17,8 @@ from ecoformer.conversion import convert
 
 INPUTS = ("resolution", "tokens")
 """Parameters of the input; all others are settings of a mechanism."""
-_SYNONYMS = {"m": "support"}
+SYNONYMS = {"m": "support"}
+"""The paper's letters for settings of mechanisms."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +34,9 @@ class Point:
     ledger: Ledger
 
     def to_dict(self) -> dict[str, Any]:
-        """One flat row: value, mechanism, totals, energy, attention's share of it."""
-        return {
-            self.parameter: self.value,
-            "attention": self.mechanism or "as it is",
-            **self.ledger.total.to_dict(),
-            "energy_pj": self.ledger.energy_pj,
-            "attention_share": self.ledger.shares()["attention"],
-            "uncounted": len(self.ledger.uncounted),
-        }
+        """One flat row: value, mechanism, and the ledger's summary."""
+        where = {self.parameter: self.value, "attention": self.mechanism or "as it is"}
+        return where | self.ledger.summary()
 
 
 def sweep(
@@ -73,7 +66,7 @@ def sweep(
     Returns:
         One point for each mechanism and value, mechanism by mechanism.
     """
-    name, fixed, table = _SYNONYMS.get(parameter, parameter), dict(settings or {}), energy_table(energy)
+    name, fixed, table = SYNONYMS.get(parameter, parameter), dict(settings or {}), energy_table(energy)
     chosen = list(values)
     _check(name, chosen, mechanisms, fixed)
     points = []
@@ -87,16 +80,6 @@ def sweep(
             ledger = cost(model, given, accounting=accounting, energy=table)
             points.append(Point(name, value, mechanism, ledger))
     return points
-
-
-def sweep_csv(points: Sequence[Point]) -> str:
-    """Points as CSV, one line each."""
-    text = io.StringIO()
-    rows = [point.to_dict() for point in points]
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def settings_of(mechanism: str) -> set[str]:

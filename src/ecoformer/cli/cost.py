@@ -1,20 +1,26 @@
-"""`ecoformer cost`: what a model costs, layer by layer, or mechanisms side by side."""
+"""`ecoformer cost`: what a model costs, layer by layer, or mechanisms side by side, or along a sweep."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.table import Table
+from torch import nn
 
-from ecoformer.accounting import Ledger
+from ecoformer.accounting import Ledger, Point, sweep
 from ecoformer.accounting import cost as cost_of
+from ecoformer.accounting.sweeps import INPUTS
 from ecoformer.cli.console import plain_console
+from ecoformer.cli.settings import parse_settings, parse_sweep, settings_for
 from ecoformer.cli.sources import open_model
 from ecoformer.conversion import convert
 
@@ -27,49 +33,142 @@ def cost(
     compare: Annotated[
         str | None, typer.Option(help="Several mechanisms side by side: `softmax,performer,eco`.")
     ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="An argument of the mechanism; may be repeated."),
+    ] = None,
+    along: Annotated[
+        str | None,
+        typer.Option(
+            "--sweep",
+            metavar="KEY=VALUES",
+            help="`resolution=224,384`, `tokens=1024,4096`, or any argument: `bits=8,16`, `support=10,25`.",
+        ),
+    ] = None,
     accounting: Annotated[
         str, typer.Option(help="`paper` counts what the paper counts, `exact` all that is executed.")
     ] = "paper",
     energy: Annotated[str, typer.Option(help="An energy table's name, or a JSON file.")] = "fp32-45nm",
-    resolution: Annotated[int, typer.Option(help="Height and width of the image.", min=1)] = 224,
+    resolution: Annotated[
+        int | None, typer.Option(help="Height and width of the image; 224 if nothing is said.", min=1)
+    ] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens of the text, for text models.", min=1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
 ) -> None:
     """Operations and energy of one forward pass.
 
-    Example: `ecoformer cost pvt_v2_b0 --attention eco --accounting paper --resolution 224`
+    Examples: `ecoformer cost pvt_v2_b0 --attention eco --accounting paper --resolution 224`;
+    `ecoformer cost pvt_v2_b0 --compare softmax,eco --sweep resolution=224,384,512`
     """
-    if attention is not None and compare is not None:
-        raise ValueError("--attention and --compare exclude each other")
-    example: Any = torch.zeros(1, 3, resolution, resolution)
+    _exclude(("--attention", attention), ("--compare", compare))
+    _exclude(("--json", as_json), ("--csv", as_csv))
+    swept = None if along is None else parse_sweep(along)
+    over_inputs = along if swept is not None and swept[0] in INPUTS else None
+    _exclude(("--resolution", resolution), ("--tokens", tokens), (f"--sweep {over_inputs}", over_inputs))
+    names: list[str | None] = [attention] if compare is None else _names(compare)
+    chosen = settings_for(names, parse_settings(settings or []))
+    example: Any = torch.zeros(1, 3, resolution or 224, resolution or 224)
     if tokens is not None:
         example = torch.zeros(1, tokens, dtype=torch.long)
-    ledger_of = partial(_ledger, model, example=example, accounting=accounting, energy=energy)
-    if compare is None:
-        ledger = ledger_of(attention)
-        typer.echo(ledger.to_json() if as_json else str(ledger))
-        return
-    names = [name.strip() for name in compare.split(",") if name.strip()]
-    ledgers = {name: ledger_of(name) for name in names}
-    if as_json:
-        typer.echo(json.dumps({name: ledger.to_dict() for name, ledger in ledgers.items()}, indent=2))
+    ask = _Question(lambda: _open(model), example, accounting, energy)
+    if swept is not None:
+        _print_points(ask.sweep(names, chosen, *swept), as_json, as_csv)
+    elif compare is not None:
+        ledgers = {str(name): ask.ledger(name, some) for name, some in zip(names, chosen, strict=True)}
+        _print_ledgers(ledgers, as_json, as_csv)
     else:
-        _show(ledgers)
+        ledger = ask.ledger(attention, chosen[0])
+        text = ledger.to_json() if as_json else ledger.to_csv() if as_csv else str(ledger)
+        typer.echo(text, nl=not as_csv)
 
 
-def _ledger(model: str, attention: str | None, *, example: Any, accounting: Any, energy: str) -> Ledger:
+@dataclass(frozen=True)
+class _Question:
+    """A model, its input, and how to count."""
+
+    build: Callable[[], nn.Module]
+    example: Any
+    accounting: Any
+    energy: str
+
+    def ledger(self, mechanism: str | None, settings: dict[str, Any]) -> Ledger:
+        model = self.build()
+        if mechanism is not None:
+            convert(model, mechanism, example=self.example, **settings)
+        return cost_of(model, self.example, accounting=self.accounting, energy=self.energy)
+
+    def sweep(
+        self, names: list[str | None], settings: list[dict[str, Any]], parameter: str, values: list[Any]
+    ) -> list[Point]:
+        count = {"example": self.example, "accounting": self.accounting, "energy": self.energy}
+        found: list[Point] = []
+        for name, some in zip(names, settings, strict=True):
+            found += sweep(self.build, parameter, values, mechanisms=[name], settings=some, **count)
+        return found
+
+
+def _open(model: str) -> nn.Module:
     # A name has no weights worth having; files and folders have.
     with nullcontext() if Path(model).exists() else torch.device("meta"):
-        built = open_model(model).model
-    if attention is not None:
-        convert(built, attention, example=example)
-    return cost_of(built, example, accounting=accounting, energy=energy)
+        return open_model(model).model
 
 
-def _show(ledgers: dict[str, Ledger]) -> None:
-    table = Table("attention", "mul (10⁹)", "add (10⁹)", "energy (10⁹ pJ)", "of it attention", "not counted")
-    for name, ledger in ledgers.items():
-        total, share = ledger.total, ledger.shares()["attention"]
-        numbers = (f"{total.mul / 1e9:.2f}", f"{total.add / 1e9:.2f}", f"{ledger.energy_pj / 1e9:.2f}")
-        table.add_row(name, *numbers, f"{share:.0%}", f"{len(ledger.uncounted)} layers")
-    plain_console().print(table)
+def _names(compare: str) -> list[str | None]:
+    names: list[str | None] = [name.strip() for name in compare.split(",") if name.strip()]
+    if not names:
+        raise ValueError(f"--compare takes names of mechanisms, such as softmax,eco, got {compare!r}")
+    return names
+
+
+def _exclude(*options: tuple[str, Any]) -> None:
+    given = [name for name, value in options if value]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} exclude each other")
+
+
+def _print_ledgers(ledgers: dict[str, Ledger], as_json: bool, as_csv: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({name: ledger.to_dict() for name, ledger in ledgers.items()}, indent=2))
+    elif as_csv:
+        _csv([{"attention": name} | ledger.summary() for name, ledger in ledgers.items()])
+    else:
+        table = _table("attention")
+        for name, ledger in ledgers.items():
+            table.add_row(name, *_figures(ledger))
+        plain_console().print(table)
+
+
+def _print_points(points: list[Point], as_json: bool, as_csv: bool) -> None:
+    rows = [point.to_dict() for point in points]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+    elif as_csv:
+        _csv(rows)
+    else:
+        table = _table("attention", points[0].parameter)
+        for before, point in zip([None, *points], points, strict=False):
+            if before is not None and before.mechanism != point.mechanism:
+                table.add_section()
+            table.add_row(point.mechanism or "as it is", str(point.value), *_figures(point.ledger))
+        plain_console().print(table)
+
+
+def _table(*keys: str) -> Table:
+    table = Table(*keys)
+    for head in ("mul (10⁹)", "add (10⁹)", "energy (10⁹ pJ)", "of it attention", "not counted"):
+        table.add_column(head, justify="right")
+    return table
+
+
+def _figures(ledger: Ledger) -> list[str]:
+    counts = [f"{x / 1e9:,.2f}" for x in (ledger.total.mul, ledger.total.add, ledger.energy_pj)]
+    return [*counts, f"{ledger.shares()['attention']:.0%}", f"{len(ledger.uncounted)} layers"]
+
+
+def _csv(rows: list[dict[str, Any]]) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    typer.echo(text.getvalue(), nl=False)

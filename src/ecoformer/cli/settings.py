@@ -1,0 +1,45 @@
+"""Arguments of mechanisms from what a user types: `--set KEY=VALUE`, `--sweep KEY=VALUE,VALUE`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from typing import Any
+
+from ecoformer.accounting.sweeps import SYNONYMS, settings_of
+
+
+def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
+    """Of several `KEY=VALUE`, a value being a Python literal or else a word."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise ValueError(f"--set takes KEY=VALUE, such as bits=8, got {text!r}")
+        found[SYNONYMS.get(key, key)] = _value(value)
+    return found
+
+
+def parse_sweep(text: str) -> tuple[str, list[Any]]:
+    """Of `KEY=VALUE,VALUE,...`."""
+    key, equals, values = text.partition("=")
+    if not equals or not key.isidentifier() or not values.strip():
+        raise ValueError(f"--sweep takes KEY=VALUE,VALUE, such as resolution=224,384, got {text!r}")
+    return SYNONYMS.get(key, key), [_value(value.strip()) for value in values.split(",")]
+
+
+def settings_for(mechanisms: list[str | None], given: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each mechanism gets of the settings: those that it has; one that none has is refused."""
+    known = [set() if name is None else settings_of(name) for name in mechanisms]
+    for key in given:
+        if not any(key in names for names in known):
+            having = ", ".join(name for name in mechanisms if name) or "a model that is taken as it is"
+            raise ValueError(f"--set {key}: no setting of {having}")
+    return [{key: value for key, value in given.items() if key in names} for names in known]
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
