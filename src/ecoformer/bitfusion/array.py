@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from .checks import amount, whole
@@ -63,6 +63,24 @@ class BitFusion:
                 f"quantise to {self.max_bits} bits or fewer, or give the array a larger max_bits"
             )
 
+    @classmethod
+    def from_dict(cls, content: Any) -> BitFusion:
+        """What `to_dict` gave, or any part of it; the rest is the paper's."""
+        settings = dict(_known("array", content, cls))
+        energy = _known("energy", settings.pop("energy", {}), EnergyTable)
+        return cls(**settings, energy=EnergyTable(**energy))
+
     def to_dict(self) -> dict[str, Any]:
         """The configuration as JSON can hold it."""
         return asdict(self)
+
+
+def _known(what: str, content: Any, of: type) -> dict[str, Any]:
+    """`content`, if it is a mapping of nothing but the fields of a class."""
+    names = [f.name for f in fields(of)]
+    if not isinstance(content, dict):
+        raise ValueError(f"{what} must be an object of {', '.join(names)}, got {type(content).__name__}")
+    unknown = [name for name in content if name not in names]
+    if unknown:
+        raise ValueError(f"{what} has no {unknown[0]!r}: it has {', '.join(names)}")
+    return content

@@ -3,17 +3,47 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ecoformer.bitfusion import FullyConnected, attention_layer, simulate_all
+from ecoformer.bitfusion import (
+    PAPER_ARRAY,
+    BitFusion,
+    Convolution,
+    FullyConnected,
+    attention_layer,
+    printed_table,
+    printed_work,
+    simulate_all,
+)
 from ecoformer.bitfusion import simulate as simulate_op
+from ecoformer.bitfusion.model import simulate_model
+from ecoformer.cli.simulated import (
+    Run,
+    built_model,
+    draw,
+    names_in,
+    show,
+    show_model,
+    show_table,
+    swept,
+    target,
+)
+from ecoformer.report.style import readable
 
 simulate = typer.Typer(
     help="Cycles and energy on BitFusion, the accelerator that the paper simulates.", no_args_is_help=True
 )
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Bits = Annotated[str, typer.Option(help="Bits of activations and weights.")]
+Array = Annotated[Path | None, typer.Option(help="A JSON file of the array's settings; the paper's without.")]
+Picture = Annotated[
+    Path | None,
+    typer.Option("--figure", help="Draw where time and energy go: .png, .svg or .pdf.", callback=target),
+]
+Compare = Annotated[str | None, typer.Option(help="Mechanisms side by side: `softmax,eco`.")]
 
 
 @simulate.command()
@@ -21,43 +51,170 @@ def fc(
     rows: Annotated[int, typer.Option(help="Rows of the input.")],
     inputs: Annotated[int, typer.Option(help="Input channels.")],
     outputs: Annotated[int, typer.Option(help="Output channels.")],
-    bits: Annotated[str, typer.Option(help="Bits of activations and weights.")] = "8x8",
+    bits: Bits = "8x8",
+    array: Array = None,
+    sweep: Annotated[str | None, typer.Option(help="`rows=16,64,256`, or inputs, or outputs.")] = None,
+    figure: Picture = None,
     as_json: AsJson = False,
 ) -> None:
     """One fully connected operation.
 
     Example: `ecoformer simulate fc --rows 16 --inputs 32 --outputs 3136 --bits 8x8 --json`
     """
-    sizes = bits.lower().split("x")
-    if len(sizes) != 2 or not all(size.isascii() and size.isdigit() for size in sizes):
-        raise ValueError(f"--bits takes activations x weights, such as 8x8 or 8x2, got {bits!r}")
-    op = FullyConnected(rows, inputs, outputs, int(sizes[0]), int(sizes[1]))
-    _show(simulate_op(op).to_dict(), as_json)
+    chosen, widths = _array(array), _bits(bits)
+    runs = []
+    for about, sizes in swept(sweep, {"rows": rows, "inputs": inputs, "outputs": outputs}):
+        result = simulate_op(
+            FullyConnected(**sizes, activation_bits=widths[0], weight_bits=widths[1]), chosen
+        )
+        runs.append(Run(about, result, result.to_dict()))
+    draw(runs, figure)
+    show(runs, as_json, many=sweep is not None)
+
+
+@simulate.command()
+def conv(
+    in_channels: Annotated[int, typer.Option(help="Channels of the input.")],
+    out_channels: Annotated[int, typer.Option(help="Channels of the output.")],
+    resolution: Annotated[int, typer.Option(help="Height and width of the input.")],
+    kernel: Annotated[int, typer.Option(help="Height and width of the kernel.")] = 3,
+    stride: Annotated[int, typer.Option(help="Stride along both axes.")] = 1,
+    padding: Annotated[int | None, typer.Option(help="Zeros around; without, half the kernel.")] = None,
+    dilation: Annotated[int, typer.Option(help="Distance of the kernel's taps.")] = 1,
+    groups: Annotated[int, typer.Option(help="Groups of channels; as many as channels: depth-wise.")] = 1,
+    batch: Annotated[int, typer.Option(help="Samples.")] = 1,
+    bits: Bits = "8x8",
+    array: Array = None,
+    sweep: Annotated[str | None, typer.Option(help="`resolution=56,112,224`, or batch.")] = None,
+    figure: Picture = None,
+    as_json: AsJson = False,
+) -> None:
+    """One convolution of an image.
+
+    Example: `ecoformer simulate conv --in-channels 128 --out-channels 128 --resolution 56 --groups 128`
+    """
+    chosen, widths, runs = _array(array), _bits(bits), []
+    around = kernel // 2 * dilation if padding is None else padding
+    for about, sizes in swept(sweep, {"resolution": resolution, "batch": batch}):
+        op = Convolution(
+            sizes["batch"],
+            in_channels,
+            out_channels,
+            height=sizes["resolution"],
+            width=sizes["resolution"],
+            kernel=kernel,
+            stride=stride,
+            padding=around,
+            dilation=dilation,
+            groups=groups,
+            activation_bits=widths[0],
+            weight_bits=widths[1],
+        )
+        result = simulate_op(op, chosen)
+        runs.append(Run(about, result, result.to_dict()))
+    draw(runs, figure)
+    show(runs, as_json, many=sweep is not None)
 
 
 @simulate.command()
 def layer(
     attention: Annotated[str, typer.Argument(help="`softmax` or `eco`.")] = "eco",
+    compare: Compare = None,
     batch: Annotated[int, typer.Option(help="Samples.")] = 16,
     tokens: Annotated[int, typer.Option(help="Tokens of a sample.")] = 3136,
+    array: Array = None,
+    sweep: Annotated[str | None, typer.Option(help="`tokens=196,784,3136`, or batch.")] = None,
+    figure: Picture = None,
     as_json: AsJson = False,
 ) -> None:
     """A whole attention layer of the paper's first stage: 32 channels, one head.
 
-    Example: `ecoformer simulate layer eco --batch 16 --tokens 3136`
+    Example: `ecoformer simulate layer eco --sweep tokens=196,784,3136`
     """
-    if attention not in ("softmax", "eco"):
-        raise ValueError(f"the layer must be softmax or eco, got {attention!r}")
-    mechanism: Any = attention
-    _show(simulate_all(attention_layer(mechanism, batch=batch, tokens=tokens)).to_dict(), as_json)
+    names, chosen, runs = names_in(compare, "--compare") or [attention], _array(array), []
+    unknown = [name for name in names if name not in ("softmax", "eco")]
+    if unknown:
+        raise ValueError(f"the layer must be softmax or eco, got {unknown[0]!r}")
+    for name in names:
+        for about, sizes in swept(sweep, {"batch": batch, "tokens": tokens}):
+            total = simulate_all(attention_layer(name, **sizes), chosen)
+            runs.append(Run({"attention": name} | about, total, total.to_dict()))
+    draw(runs, figure)
+    show(runs, as_json, many=sweep is not None or compare is not None)
 
 
-def _show(facts: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(facts, indent=2))
-        return
-    stalls = facts["stall_cycles"]
-    typer.echo(f"{facts['cycles']:,} cycles ({stalls:,} of them stalls), {facts['latency_s'] * 1e3:.4g} ms")
-    typer.echo(f"{facts['energy_nj']:,.2f} nJ")
-    for part, energy in facts["energy_parts_nj"].items():
-        typer.echo(f"  {part:<18} {energy:>16,.2f}")
+@simulate.command()
+def model(
+    name: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A timm model's name, a checkpoint, a folder.")
+    ],
+    attention: Annotated[
+        str | None, typer.Option(help="Convert it first; without, the model is taken as it is.")
+    ] = None,
+    compare: Compare = None,
+    resolution: Annotated[int, typer.Option(help="Height and width of the image.", min=1)] = 224,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of the text, for text models.", min=1)] = None,
+    batch: Annotated[int, typer.Option(help="Samples.", min=1)] = 1,
+    bits: Bits = "8x8",
+    code_bits: Annotated[int, typer.Option(help="Bits that a code's bit is moved as.", min=1)] = 1,
+    array: Array = None,
+    sweep: Annotated[str | None, typer.Option(help="`resolution=224,448`, or tokens, or batch.")] = None,
+    figure: Picture = None,
+    as_json: AsJson = False,
+) -> None:
+    """A whole model: every linear layer, convolution and product of attention.
+
+    Normalisation, activations and softmax are not BitFusion's, and in no figure.
+
+    Example: `ecoformer simulate model pvt_v2_b0 --compare softmax,eco --resolution 224`
+    """
+    if attention is not None and compare is not None:
+        raise ValueError("--attention and --compare exclude each other")
+    chosen, widths, runs = _array(array), _bits(bits), []
+    size = {"resolution": resolution} if tokens is None else {"tokens": tokens}
+    if sweep is not None and sweep.partition("=")[0].strip() == "tokens" and tokens is None:
+        size = {"tokens": 1}
+    mechanisms: list[str | None] = [*names_in(compare, "--compare")] or [attention]
+    for mechanism in mechanisms:
+        for about, sizes in swept(sweep, {**size, "batch": batch}):
+            built, example = built_model(name, mechanism, **sizes)
+            result = simulate_model(built, example, bits=widths, code_bits=code_bits, array=chosen)
+            named = {"attention": mechanism or "as it is"} | about
+            runs.append(Run(named, result.total, result.to_dict()))
+    draw(runs, figure)
+    if len(runs) == 1 and compare is None and sweep is None and not as_json:
+        show_model(runs[0])
+    else:
+        show(runs, as_json, many=sweep is not None or compare is not None)
+
+
+@simulate.command()
+def table(figure: Picture = None, as_json: AsJson = False) -> None:
+    """The paper's hardware table in its own reading: 16 query rows, 3136 keys, 32 channels.
+
+    Example: `ecoformer simulate table --figure table.png`
+    """
+    rows = printed_table()
+    runs = []
+    for row in rows:
+        name = readable(row["method"]) + (" (ours)" if row["reading"] == "ours" else "")
+        runs.append(Run({"method": name}, simulate_all(printed_work(row["method"])), row))
+    draw(runs, figure, divide_by=16)
+    show_table(rows, as_json)
+
+
+def _bits(text: str) -> tuple[int, int]:
+    sizes = text.lower().split("x")
+    if len(sizes) != 2 or not all(size.isascii() and size.isdigit() for size in sizes):
+        raise ValueError(f"--bits takes activations x weights, such as 8x8 or 8x2, got {text!r}")
+    return int(sizes[0]), int(sizes[1])
+
+
+def _array(path: Path | None) -> BitFusion:
+    if path is None:
+        return PAPER_ARRAY
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--array {path} is no JSON: {error}") from error
+    return BitFusion.from_dict(content)
