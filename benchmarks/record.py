@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -50,6 +51,10 @@ def _relative(argument: str) -> str:
 
 
 def _commit() -> str:
+    """ECOFORMER_COMMIT, where a copy without its history is run; else what git says."""
+    if os.environ.get("ECOFORMER_COMMIT"):
+        return os.environ["ECOFORMER_COMMIT"]
+
     def git(*arguments: str) -> str:
         run = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent)
         return run.stdout.strip()

@@ -173,7 +173,7 @@ class Trainer:
         if not torch.isfinite(mean):
             raise FloatingPointError(
                 f"the loss became {loss} by step {step}: lower optimiser.lr={self.recipe.optimiser.lr:g}, or "
-                "set optimiser.clip=1 or precision=no"
+                "set optimiser.clip=1 or precision=fp32"
             )
         self._record({"step": step, "split": "train", "loss": loss, "lr": self.rate.now})
         self.display.loss(loss)
@@ -310,7 +310,7 @@ def _accelerator(recipe: Recipe, device: str | None) -> Any:
         raise ValueError("device=cuda, but PyTorch sees no GPU here")
     return Accelerator(
         cpu=device == "cpu",
-        mixed_precision=recipe.precision,
+        mixed_precision="no" if recipe.precision == "fp32" else recipe.precision,
         gradient_accumulation_steps=recipe.accumulate,
         dynamo_backend="inductor" if recipe.compile else "no",
         step_scheduler_with_optimizer=False,

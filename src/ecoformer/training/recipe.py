@@ -141,7 +141,7 @@ class Recipe(Section):
     mode: Literal["train", "eval"] = "train"
     """`eval` keeps dropout and stochastic depth off, as the released code does when it fine-tunes."""
     ema: Share = 0.0
-    precision: Literal["no", "bf16", "fp16"] = "no"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     compile: bool = False
     seed: Count = 0
     evaluate_every: Positive = 1
