@@ -217,12 +217,14 @@ _LABELS: dict[str, Callable[[bytes], Any]] = {"cls": int, "json": _json_label}
 
 
 def _check_end(path: str, end: int) -> None:
-    """A whole tar ends with a block of zeros; `tarfile` also takes one whose last members are missing."""
+    """A whole tar ends with a block of zeros; `tarfile` takes anything else for the end as well."""
     with open(path, "rb") as file:
         file.seek(end)
         tail = file.read(_BLOCK)
     if tail != bytes(_BLOCK):
-        raise ValueError(f"{path} is cut short: it lacks the end of a tar; fetch it again")
+        raise ValueError(
+            f"{path} is cut short or damaged: at byte {end} is neither a file nor the end of a tar"
+        )
 
 
 def _cached(path: str, cache: Path) -> _Index:

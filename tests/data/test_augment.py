@@ -1,0 +1,171 @@
+"""Augmentation of a batch against the same changes made one picture after another."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from ecoformer.data.augment import augment, plain
+
+MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
+
+
+def pictures(n=6, height=9, width=9, seed=0):
+    return torch.randint(
+        0, 256, (n, 3, height, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def raw(images, generator, **kwargs):
+    """Augmented pictures, still as bytes."""
+    size = images.shape[-1]
+    found = augment(images, generator, size=size, mean=(0, 0, 0), std=(1, 1, 1), **kwargs) * 255
+    assert (found - found.round()).abs().max() < 1e-3
+    return found.round().to(torch.uint8)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 7),
+    st.integers(0, 6),
+    st.booleans(),
+    st.sampled_from(["zeros", "reflect"]),
+    st.integers(0, 99),
+)
+def test_crops_and_flips(n, pad, flip, padding, seed):
+    images = pictures(n, 7, 7, seed)
+    found = raw(images, seeded(seed), pad=pad, padding=padding, flip=flip)
+    draws = seeded(seed)
+    shifts = (
+        torch.randint(-pad, pad + 1, (2, n, 1), generator=draws).squeeze(2).T if pad else torch.zeros(n, 2)
+    )
+    flips = torch.rand(n, generator=draws) < 0.5 if flip else torch.zeros(n, dtype=torch.bool)
+    mode = "constant" if padding == "zeros" else "reflect"
+    for image, result, (down, right), mirrored in zip(
+        images, found, shifts.int().tolist(), flips, strict=True
+    ):
+        padded = F.pad(image.float(), (pad,) * 4, mode=mode)
+        crop = padded[:, pad + down : pad + down + 7, pad + right : pad + right + 7]
+        crop = crop.flip(-1) if mirrored else crop
+        assert torch.equal(result, crop.to(torch.uint8))
+
+
+def test_crops_of_oblong_pictures():
+    images = pictures(40, 5, 9)
+    found = augment(images, seeded(0), size=9, mean=MEAN, std=STD, pad=2)
+    assert found.shape == (40, 3, 9, 9)
+
+
+def test_every_shift_and_flip_occurs():
+    images = pictures(1, 5, 5).repeat(4000, 1, 1, 1)
+    found = raw(images, seeded(0), pad=1, flip=True)
+    kinds, counts = found.unique(dim=0, return_counts=True)
+    assert len(kinds) == 18
+    assert (counts / 4000 * 18 - 1).abs().max() < 0.25
+
+
+@pytest.mark.parametrize(("size", "antialias"), [(9, False), (16, False), (5, True)])
+def test_plain_one_by_one(size, antialias):
+    images = pictures()
+    found = plain(images, size=size, mean=MEAN, std=STD)
+    for image, result in zip(images, found, strict=True):
+        large = F.interpolate(
+            image[None].double(), size=(size, size), mode="bilinear", align_corners=False, antialias=antialias
+        )[0]
+        expected = torch.stack([(large[c] / 255 - MEAN[c]) / STD[c] for c in range(3)])
+        torch.testing.assert_close(result, expected.float(), rtol=1e-4, atol=1e-5)
+    assert found.dtype == torch.float32
+
+
+def test_without_changes_it_is_plain():
+    images = pictures()
+    found = augment(images, seeded(0), size=12, mean=MEAN, std=STD)
+    assert torch.equal(found, plain(images, size=12, mean=MEAN, std=STD))
+
+
+def test_erasing():
+    images = torch.full((3000, 3, 32, 32), 255, dtype=torch.uint8)
+    found = augment(images, seeded(0), size=32, mean=MEAN, std=STD, erase=0.5)
+    gone = found == 0
+    assert torch.equal(gone[:, 0], gone[:, 1])
+    assert torch.equal(gone[:, 0], gone[:, 2])
+    gone = gone[:, 0]
+    touched = gone.flatten(1).any(1)
+    assert abs(float(touched.float().mean()) - 0.5) < 0.04
+    rows, columns = gone.any(2).sum(1), gone.any(1).sum(1)
+    assert torch.equal(gone.flatten(1).sum(1), rows * columns), "a rectangle"
+    area = (rows * columns)[touched] / 1024
+    assert area.min() >= 0.01
+    assert 0.3 < area.max() < 0.36
+    assert abs(float(area.mean()) - (0.02 + 1 / 3) / 2) < 0.01
+    assert gone[:, 0].any()
+    assert gone[:, -1].any()
+    ratio = (rows / columns)[touched]
+    assert ratio.min() < 0.5
+    assert ratio.max() > 2
+    untouched = plain(images[:1], size=32, mean=MEAN, std=STD)[0]
+    assert torch.equal(found[~touched][0], untouched)
+    every = augment(images, seeded(0), size=32, mean=MEAN, std=STD, erase=1.0)
+    assert (every == 0).flatten(1).any(1).all()
+
+
+def test_same_state_same_pictures():
+    images, options = pictures(), {"size": 12, "mean": MEAN, "std": STD, "pad": 2, "flip": True, "erase": 0.5}
+    generator = seeded(3)
+    first, second = augment(images, generator, **options), augment(images, generator, **options)
+    assert torch.equal(augment(images, seeded(3), **options), first)
+    assert not torch.equal(first, second)
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    augment(images, generator, **options)
+    assert torch.equal(torch.get_rng_state(), state), "draws come from the generator alone"
+
+
+def test_input_stays_as_it_was():
+    images = pictures()
+    before = images.clone()
+    augment(images, seeded(0), size=9, mean=MEAN, std=STD, pad=3, flip=True, erase=1.0)
+    assert torch.equal(images, before)
+
+
+def test_an_empty_batch():
+    assert augment(pictures(0), seeded(0), size=9, mean=MEAN, std=STD, pad=1, flip=True, erase=1.0).shape == (
+        0,
+        3,
+        9,
+        9,
+    )
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    images = pictures().cuda()
+    options = {"size": 12, "mean": MEAN, "std": STD, "pad": 2, "flip": True, "erase": 0.5}
+    first = augment(images, torch.Generator("cuda").manual_seed(0), **options)
+    assert torch.equal(augment(images, torch.Generator("cuda").manual_seed(0), **options), first)
+    found = plain(images, size=12, mean=MEAN, std=STD).cpu()
+    torch.testing.assert_close(found, plain(images.cpu(), size=12, mean=MEAN, std=STD))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"images": torch.zeros(1, 3, 4, 4)}, r"images must be uint8 \(B, C, H, W\), got torch.float32"),
+        ({"images": pictures()[0]}, r"images must be uint8 \(B, C, H, W\), got torch.uint8 \(3, 9, 9\)"),
+        ({"pad": 9}, r"pad must be at least 0 and less than a side of \(6, 3, 9, 9\), got 9"),
+        ({"padding": "edge"}, 'padding must be "zeros" or "reflect", got \'edge\''),
+        ({"erase": 1.5}, "erase must be a probability, from 0 to 1, got 1.5"),
+        ({"size": 0}, "size must be at least 1, got 0"),
+        ({"mean": (0.5,)}, "mean and std must have a number for each of 3 channels"),
+        ({"std": (0.5, 0.0, 1.0)}, "std above 0"),
+    ],
+)
+def test_wrong_arguments(change, message):
+    options = {"images": pictures(), "size": 9, "mean": MEAN, "std": STD} | change
+    with pytest.raises(ValueError, match=message):
+        augment(options.pop("images"), seeded(0), **options)

@@ -1,0 +1,251 @@
+"""Pictures in folders and in tar shards: found, numbered and decoded; damage is named in one line."""
+
+import io
+import json
+import os
+import pickle
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from ecoformer.data import load
+from ecoformer.data import webdataset as module
+from ecoformer.data.webdataset import expand_braces
+
+
+def picture(seed, size=(5, 4), mode="RGB"):
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+def encoded(seed, form="png", **kwargs):
+    buffer = io.BytesIO()
+    picture(seed, **kwargs).save(buffer, form)
+    return buffer.getvalue()
+
+
+def put(path, data):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+def same(found, seed):
+    return np.array_equal(np.asarray(found), np.asarray(picture(seed)))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for i, place in enumerate(["train/cat/b.png", "train/cat/a/x.PNG", "train/ant/1.png", "val/cat/2.png"]):
+        put(tmp_path / place, encoded(i))
+    put(tmp_path / "train/cat/notes.txt", b"no picture")
+    put(tmp_path / "train/cat/.hidden.png", b"no picture")
+    return tmp_path
+
+
+def test_folders(folder):
+    splits = load("imagefolder", folder)
+    assert (splits.kind, splits.classes, splits.train.classes) == ("images", 2, ("ant", "cat"))
+    assert splits.train.labels.tolist() == [0, 1, 1]
+    assert [same(splits.train[i][0], seed) for i, seed in enumerate([2, 1, 0])] == [True] * 3
+    assert splits.train[-1][1] == 1
+    assert splits.test[0][1] == 1, "by the number that the class has in train"
+    assert same(splits.test[0][0], 3)
+    with pytest.raises(IndexError, match="there are 3 pictures, got index 3"):
+        splits.train[3]
+
+
+def test_val_goes_before_test(folder):
+    put(folder / "test/ant/9.png", encoded(9))
+    assert load("imagefolder", folder).test.labels.tolist() == [1]
+    (folder / "val").rename(folder / "other")
+    assert load("imagefolder", folder).test.labels.tolist() == [0]
+
+
+def test_grey_and_palette_become_rgb(folder):
+    put(folder / "val/cat/2.png", encoded(0, mode="L"))
+    put(folder / "val/cat/3.gif.png", encoded(0, mode="P"))
+    test = load("imagefolder", folder).test
+    assert [test[i][0].mode for i in range(2)] == ["RGB", "RGB"]
+
+
+def test_limit_of_folders(folder):
+    some = load("imagefolder", folder, limit=2).train
+    assert some.labels.tolist() == [0, 1]
+    assert same(some[0][0], 2)
+
+
+def test_damage_in_folders(folder):
+    put(folder / "val/cat/2.png", encoded(3)[:40])
+    with pytest.raises(ValueError, match=r"2\.png is no picture that Pillow can read") as caught:
+        load("imagefolder", folder).test[0]
+    assert "\n" not in str(caught.value)
+    put(folder / "val/dog/2.png", encoded(3))
+    with pytest.raises(ValueError, match="val has a class 'dog' that train has not"):
+        load("imagefolder", folder)
+
+
+def test_folders_without_pictures(tmp_path):
+    (tmp_path / "train").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*val; put CLASS/\*\.jpg there"):
+        load("imagefolder", tmp_path)
+    (tmp_path / "val").mkdir()
+    with pytest.raises(FileNotFoundError, match="train has no folders"):
+        load("imagefolder", tmp_path)
+    (tmp_path / "train/cat").mkdir()
+    with pytest.raises(FileNotFoundError, match="train holds no pictures"):
+        load("imagefolder", tmp_path)
+
+
+def tar(path, entries):
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as shard:
+        for name, data in entries:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            shard.addfile(info, io.BytesIO(data))
+
+
+def sample(key, seed, label, form="png", as_json=False):
+    told = json.dumps({"label": label, "text": "x"}).encode() if as_json else str(label).encode()
+    return [(f"{key}.{'json' if as_json else 'cls'}", told), (f"{key}.{form}", encoded(seed, form))]
+
+
+@pytest.fixture
+def shards(tmp_path):
+    tar(tmp_path / "train-000.tar", sample("d/a", 0, 3) + sample("d/b", 1, 0, as_json=True))
+    tar(tmp_path / "train-001.tar", [*sample("c" * 120, 2, 1, form="webp"), ("c.txt", b"caption")])
+    tar(tmp_path / "val-0.tar", sample("v", 5, 2))
+    return tmp_path
+
+
+def test_shards(shards):
+    splits = load("webdataset", shards, train="train-{000..001}.tar")
+    assert (splits.kind, splits.classes) == ("images", 4)
+    assert splits.train.labels.tolist() == [3, 0, 1]
+    assert same(splits.train[0][0], 0)
+    assert same(splits.train[1][0], 1)
+    assert splits.train[2][0].size == (5, 4)
+    assert same(splits.test[0][0], 5)
+    assert load("webdataset", shards).train.labels.tolist() == [3, 0, 1], "by glob"
+    assert load("webdataset", shards, classes=1000).classes == 1000
+    assert load("webdataset", shards, limit=2).train.labels.tolist() == [0, 1]
+    with pytest.raises(ValueError, match="a sample has class 3, beyond classes=3"):
+        load("webdataset", shards, classes=3)
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers(shards, start):
+    train = load("webdataset", shards).train
+    assert same(train[0][0], 0), "opened here before workers start"
+    loader = DataLoader(
+        train, batch_size=None, sampler=[2, 1, 0, 1], num_workers=2, multiprocessing_context=start
+    )
+    assert [label for _, label in loader] == [1, 0, 3, 0]
+    assert same(pickle.loads(pickle.dumps(train))[1][0], 1)
+
+
+def test_index_is_kept_until_the_shard_changes(shards, tmp_path, monkeypatch):
+    scanned = []
+    scan = module.scan
+    monkeypatch.setattr(module, "scan", lambda path: scanned.append(os.path.basename(path)) or scan(path))
+    cache = tmp_path / "cache" / "deep"
+    first = load("webdataset", shards, cache=cache)
+    assert len(scanned) == 3
+    again = load("webdataset", shards, cache=cache)
+    assert len(scanned) == 3
+    assert torch.equal(again.train.offsets, first.train.offsets)
+    assert same(again.train[1][0], 1)
+    tar(shards / "val-0.tar", sample("v", 6, 2) + sample("w", 7, 1))
+    assert load("webdataset", shards, cache=cache).test.labels.tolist() == [2, 1]
+    assert scanned[3:] == ["val-0.tar"]
+    for file in cache.iterdir():
+        file.write_bytes(b"damaged")
+    assert load("webdataset", shards, cache=cache).test.labels.tolist() == [2, 1]
+    assert len(scanned) == 7
+
+
+def broken(shards, how):
+    path = shards / "val-0.tar"
+    whole = path.read_bytes()
+    end = len(whole.rstrip(b"\0"))
+    entries = {
+        "no label": [("k.png", encoded(0))],
+        "json without label": [("k.png", encoded(0)), ("k.json", b"{}")],
+        "no picture": [("k.cls", b"1")],
+        "label is no number": [*sample("k", 0, 0)[1:], ("k.cls", b"cat")],
+        "label is a float": [*sample("k", 0, 0)[1:], ("k.json", b'{"label": 1.5}')],
+        "negative": sample("k", 0, -1),
+        "two labels": [*sample("k", 0, 1), ("k.json", b'{"label": 2}')],
+        "two pictures": [*sample("k", 0, 1), ("k.jpg", b"")],
+        "bad json": [*sample("k", 0, 0)[1:], ("k.json", b"{")],
+        "empty": [],
+    }
+    if how in entries:
+        tar(path, entries[how])
+    elif how == "cut within":
+        path.write_bytes(whole[: end - 20])
+    elif how == "cut between":
+        path.write_bytes(whole[:1024])  # the label's header and data, no picture, no end
+    elif how == "compressed":
+        import gzip
+
+        path.write_bytes(gzip.compress(whole))
+    elif how == "header":
+        path.write_bytes(whole[:1024] + b"x" * 512 + whole[1536:])
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("no label", "the sample 'k' lacks a label, KEY.cls or KEY.json"),
+        ("json without label", "the sample 'k' lacks a label"),
+        ("no picture", "the sample 'k' lacks a picture"),
+        ("label is no number", "k.cls holds no label"),
+        ("label is a float", "k.json holds the label 1.5, which is no class number"),
+        ("negative", "k.cls holds the label -1"),
+        ("two labels", "the sample 'k' has two labels, 1 and 2"),
+        ("two pictures", "the sample 'k' has two pictures"),
+        ("bad json", "k.json holds no label"),
+        ("empty", "hold no samples"),
+        ("cut within", "is cut short within v.png: fetch it again"),
+        ("cut between", "is cut short or damaged: at byte 1024 is neither a file nor the end of a tar"),
+        ("compressed", "is no tar, or is damaged or compressed"),
+        ("header", "is cut short or damaged: at byte 1024 is neither a file nor the end of a tar"),
+    ],
+)
+def test_damaged_shards(shards, how, message):
+    broken(shards, how)
+    with pytest.raises(ValueError, match=r"val-0\.tar") as caught:
+        load("webdataset", shards)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_picture_is_named(shards):
+    tar(shards / "val-0.tar", [("k.cls", b"1"), ("k.png", b"nothing")])
+    with pytest.raises(ValueError, match=r"val-0\.tar: k\.png is no picture that Pillow can read"):
+        load("webdataset", shards).test[0]
+
+
+def test_a_shard_that_shrank_is_named(shards):
+    test = load("webdataset", shards).test
+    (shards / "val-0.tar").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"val-0\.tar: the picture at byte \d+ is cut short"):
+        test[0]
+
+
+def test_missing_shards(shards):
+    with pytest.raises(FileNotFoundError, match=r"there is no shard .*train-002\.tar; say train= and test="):
+        load("webdataset", shards, train="train-{000..002}.tar")
+
+
+def test_braces():
+    assert expand_braces("a-{08..10}.tar") == ["a-08.tar", "a-09.tar", "a-10.tar"]
+    assert expand_braces("{0..1}-{1..2}") == ["0-1", "0-2", "1-1", "1-2"]
+    assert expand_braces("x-*.tar") == ["x-*.tar"]
+    for pattern in ("{3..1}", "{0..99999999}"):
+        with pytest.raises(ValueError, match="must count upwards to a likely number"):
+            expand_braces(pattern)
