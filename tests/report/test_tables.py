@@ -7,7 +7,8 @@ import pytest
 
 from ecoformer.report.expected import OPEN, SLIPS
 from ecoformer.report.ours import vision_ledger
-from ecoformer.report.tables import Cell, list_tables, paper_table, printed_rows, tables_csv
+from ecoformer.report.rows import printed_rows
+from ecoformer.report.tables import Cell, list_tables, paper_table, tables_csv
 
 pytest.importorskip("timm")
 

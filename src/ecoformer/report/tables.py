@@ -12,11 +12,11 @@ import difflib
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any, Literal
 
 from ecoformer.report.expected import NOTES, OPEN, SLIPS
 from ecoformer.report.ours import OURS, Row
+from ecoformer.report.rows import printed_rows
 
 Status = Literal["equal", "differs", "open", "slip", "not ours"]
 
@@ -133,12 +133,6 @@ def paper_table(name: str) -> PaperTable:
     ]
     columns = tuple(column for column in printed[0] if column not in _KEYS)
     return PaperTable(name, _TITLES[name], columns, tuple(cells), NOTES.get(name, ()))
-
-
-def printed_rows(name: str) -> list[Row]:
-    """The rows of a table as they are printed, by column."""
-    text = files("ecoformer.report").joinpath("printed", f"{name}.csv").read_text(encoding="utf-8")
-    return list(csv.DictReader(io.StringIO(text)))
 
 
 def tables_csv(tables: list[PaperTable]) -> str:
