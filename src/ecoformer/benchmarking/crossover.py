@@ -1,0 +1,99 @@
+"""The length from which hashed attention is faster than softmax by SDPA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ecoformer.benchmarking.attention import bench_attention
+from ecoformer.benchmarking.operators import Setting
+from ecoformer.benchmarking.results import Row
+
+SHORTEST, LONGEST = 16, 1 << 16
+_CLOSE = 1.1
+"""Lengths this close to each other are as close as noise lets one come."""
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Where hashed attention overtakes SDPA.
+
+    Attributes:
+        tokens: the shortest length at which it was seen to be faster; None if it never was.
+        slower_at: the longest length below at which it was not; None if it was faster from the start.
+        backend: the backend that was faster.
+        ratios: speed against SDPA at every length that was tried.
+    """
+
+    tokens: int | None
+    slower_at: int | None
+    backend: str | None
+    ratios: dict[int, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if self.tokens is None:
+            return f"eco does not overtake SDPA up to N = {max(self.ratios):,}"
+        if self.slower_at is None:
+            return f"eco ({self.backend}) is faster than SDPA from N = {self.tokens:,} on, the shortest tried"
+        return (
+            f"eco ({self.backend}) overtakes SDPA between N = {self.slower_at:,} and {self.tokens:,} "
+            f"({self.ratios[self.slower_at]:.2f} and {self.ratios[self.tokens]:.2f} times as fast)"
+        )
+
+
+def find_crossover(
+    setting: Setting,
+    *,
+    longest: int = LONGEST,
+    seconds: float = 0.2,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Crossover:
+    """Double the length until eco is faster, then halve the gap; each length is a run of its own.
+
+    Args:
+        setting: batch, heads, channels and the rest; its number of tokens plays no part.
+        longest: where to give up.
+        seconds: how long each contestant is timed at each length.
+        progress: told what is being done.
+    """
+    ratios: dict[int, float] = {}
+    backend: str | None = None
+
+    def faster(tokens: int) -> bool:
+        nonlocal backend
+        best = _best(_at(setting, tokens), seconds, progress)
+        ratios[tokens] = best.ratio_to_sdpa or 0.0
+        if ratios[tokens] > 1:
+            backend = best.backend
+        return ratios[tokens] > 1
+
+    low, high = None, min(SHORTEST, longest)
+    while not faster(high):
+        if high >= longest:
+            return Crossover(None, high, None, dict(sorted(ratios.items())))
+        low, high = high, min(2 * high, longest)
+    while low is not None and high - low > 1 and high / low > _CLOSE:
+        middle = (low + high) // 2
+        low, high = (low, middle) if faster(middle) else (middle, high)
+    return Crossover(high, low, backend, dict(sorted(ratios.items())))
+
+
+def _at(setting: Setting, tokens: int) -> Setting:
+    batch, heads, _, dim = setting.shape
+    return replace(setting, shape=(batch, heads, tokens, dim))
+
+
+def _best(setting: Setting, seconds: float, progress: Callable[[str], None]) -> Row:
+    """The fastest backend of hashed attention at this length."""
+    run = bench_attention([setting], ("softmax", "eco"), seconds=seconds, memory=False, progress=progress)
+    if run.wrong:
+        raise RuntimeError(f"{run.wrong[0].label} at {setting.shape}: {run.wrong[0].failure}")
+    rows = [row for row in run.rows if row.mechanism == "eco" and row.ratio_to_sdpa]
+    if not rows:
+        raise RuntimeError(f"{setting.shape} does not fit in memory: there is no time to compare")
+    return max(rows, key=lambda row: row.ratio_to_sdpa or 0.0)
