@@ -97,10 +97,14 @@ def draw(runs: Sequence[Run], figure: Path | None, divide_by: int = 1) -> None:
 
 
 def show(runs: Sequence[Run], as_json: bool, *, many: bool) -> None:
-    """One result in full, or several as a table."""
+    """One result in full, or several as a table; in JSON mechanisms by name, sweeps as a list."""
     if as_json:
-        facts = [run.about | run.facts for run in runs]
-        typer.echo(json.dumps(facts if many else facts[0], indent=2))
+        facts: Any = [run.about | run.facts for run in runs]
+        if not many:
+            facts = facts[0]
+        elif list(runs[0].about) == ["attention"]:
+            facts = {run.about["attention"]: run.facts for run in runs}
+        typer.echo(json.dumps(facts, indent=2))
     elif many:
         _side_by_side(runs)
     else:

@@ -1,0 +1,260 @@
+"""Whole models: the products of each layer, by hand for small ones and by the ledger for large ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ecoformer
+from ecoformer.attention import create_attention, list_attentions
+from ecoformer.bitfusion import (
+    BitFusion,
+    Convolution,
+    FullyConnected,
+    model_work,
+    simulate_all,
+    simulate_model,
+)
+from ecoformer.bitfusion.mechanisms import Sizes, attend_work
+
+
+def built(name, attention=None, **settings):
+    import timm
+
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    if attention is not None:
+        ecoformer.convert(model, attention, example=torch.zeros(1, 3, 224, 224, device="meta"), **settings)
+    return model
+
+
+def layer_of(work, name):
+    return next(layer for layer in work.layers if layer.name == name)
+
+
+def test_linear_layers_run_over_all_rows_of_all_samples():
+    work = model_work(nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8)), (4, 10, 8), bits=(8, 4))
+    assert work.work == [(FullyConnected(40, 8, 24, 8, 4), 1), (FullyConnected(40, 24, 8, 8, 4), 1)]
+    assert work.macs == 2 * 40 * 8 * 24
+    assert work.uncounted == ()
+
+
+def test_convolutions_of_images_and_of_sequences():
+    model = nn.Conv2d(4, 8, (3, 5), stride=2, padding=(1, 2), dilation=1, groups=2)
+    expected = Convolution(2, 4, 8, 16, 12, (3, 5), 2, (1, 2), 1, 2)
+    assert model_work(model, (2, 4, 16, 12)).work == [(expected, 1)]
+    line = model_work(nn.Conv1d(4, 4, 3, padding=1, groups=4), (2, 4, 10)).work
+    assert line == [(Convolution(2, 4, 4, 1, 10, (1, 3), 1, (0, 1), 1, 4), 1)]
+
+
+def test_a_convolution_that_pads_by_itself_is_listed():
+    class Padding(nn.Conv2d):
+        def forward(self, x):
+            return super().forward(nn.functional.pad(x, (1, 1, 1, 1)))
+
+    assert model_work(nn.Sequential(Padding(3, 4, 3)), (1, 3, 8, 8)).uncounted == ("0 (Padding)",)
+    same = nn.Conv2d(3, 4, 3, padding="same")
+    assert model_work(nn.Sequential(same), (1, 3, 8, 8)).uncounted == ("0 (Conv2d)",)
+    assert len(model_work(nn.Conv2d(3, 4, 3, padding="valid"), (1, 3, 8, 8)).work) == 1
+
+
+def test_hashed_attention_moves_codes_at_one_bit():
+    layer = create_attention("eco", 32, 2)
+    work = layer_of(model_work(nn.Sequential(layer), (3, 100, 32)), "0").work
+    assert work == [
+        (FullyConnected(300, 16, 25), 2),  # hash functions of two heads, over all samples
+        (FullyConnected(300, 25, 16), 2),
+        (FullyConnected(16, 100, 16, 1, 8), 6),  # sums and reads of each sample and head
+        (FullyConnected(100, 16, 16, 1, 8), 6),
+        (FullyConnected(100, 16, 1, 1, 8), 6),
+    ]
+    wider = layer_of(model_work(nn.Sequential(layer), (3, 100, 32), bits=4, code_bits=2), "0").work
+    assert wider[2] == (FullyConnected(16, 100, 16, 2, 4), 6)
+
+
+def test_softmax_attention_of_each_sample_and_head():
+    layer = create_attention("softmax", 32, 2)
+    work = model_work(nn.Sequential(layer), (3, 100, 32), bits=(8, 4))
+    assert layer_of(work, "0.qkv").work == [(FullyConnected(300, 32, 96, 8, 4), 1)]
+    # Keys and values are activations, whichever side they stand on.
+    assert layer_of(work, "0").work == [
+        (FullyConnected(100, 16, 100, 8, 8), 6),
+        (FullyConnected(100, 100, 16, 8, 8), 6),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "sums"),
+    [
+        ("softmax", {}, 0),
+        ("performer", {"features": 24}, 24),
+        ("fp_eco", {"features": 24}, 24),
+        ("linformer", {"seq_len": 60, "k": 8}, 0),
+        ("reformer", {"bucket_size": 4}, 0),
+        ("combiner", {}, 0),
+    ],
+)
+def test_products_are_those_that_run(name, settings, sums):
+    """By PyTorch's own counter, less the sum of the keys' features, there a product with a column of ones."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    layer = create_attention(name, 32, 2, **settings).eval()
+    heads = torch.randn(3, 2, 60, 16)
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter, sdpa_kernel(SDPBackend.MATH):
+        layer.attend(heads, heads, heads, None, False)
+    ours = sum(op.macs * times for op, times in attend_work(layer, Sizes(3, 2, 60, 16)))
+    assert ours == counter.get_total_flops() // 2 - 3 * 2 * 60 * sums
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "hashing"),
+    [
+        ("klsh_eco", {}, [(FullyConnected(300, 16, 25), 2), (FullyConnected(300, 25, 16), 2)]),
+        ("lsh_eco", {"bits": 8}, [(FullyConnected(300, 16, 8), 2)]),
+        ("bi_eco", {"bits": 64}, [(FullyConnected(300, 16, 64), 2)]),
+        ("bi_eco", {"features": "channels"}, []),
+    ],
+)
+def test_hash_functions(name, settings, hashing):
+    layer = create_attention(name, 32, 2, **settings)
+    work = attend_work(layer, Sizes(3, 2, 100, 16))
+    assert work[:-3] == hashing
+    assert work[-2] == (FullyConnected(100, layer.hasher.bits, 16, 1, 8), 6)
+
+
+def test_every_mechanism_has_its_products():
+    for name in list_attentions():
+        layer = create_attention(name, 32, 2, **({"seq_len": 100} if name == "linformer" else {}))
+        assert attend_work(layer, Sizes(1, 2, 100, 16))
+
+
+def test_a_mechanism_of_somebody_else_is_listed():
+    layer = create_attention("softmax", 32, 2)
+    layer.__class__ = type("Mine", (type(layer),), {"name": "mine"})
+    work = model_work(nn.Sequential(layer), (1, 10, 32))
+    assert work.uncounted == ("0 (mine)",)
+
+
+@pytest.mark.parametrize(("batch_first", "size"), [(True, (2, 10, 32)), (False, (10, 2, 32))])
+def test_pytorchs_own_layer_has_its_projections_counted(batch_first, size):
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=batch_first).eval()
+    work = model_work(layer, size)
+    assert layer_of(work, "self_attn").work == [
+        (FullyConnected(20, 32, 32), 4),
+        (FullyConnected(10, 16, 10), 4),
+        (FullyConnected(10, 10, 16), 4),
+    ]
+    assert layer_of(work, "linear1").work == [(FullyConnected(20, 32, 64), 1)]
+
+
+def test_pyramid_as_it_is_has_reduced_keys():
+    work = model_work(built("pvt_v2_b0"), (2, 3, 224, 224))
+    attention = layer_of(work, "stages.0.blocks.0.attn")
+    assert attention.part == "attention"
+    assert attention.work == [(FullyConnected(3136, 32, 49), 2), (FullyConnected(3136, 49, 32), 2)]
+    depthwise = layer_of(work, "stages.0.blocks.0.mlp.dwconv")
+    assert depthwise.part == "ffn"
+    assert depthwise.work[0][0].groups == 256
+
+
+def test_windows_are_counted_as_windows():
+    work = model_work(built("twins_svt_small"), (1, 3, 224, 224))
+    local = layer_of(work, "blocks.0.0.attn").work
+    assert local == [(FullyConnected(49, 32, 49), 64 * 2), (FullyConnected(49, 49, 32), 64 * 2)]
+
+
+def test_unknown_attention_is_listed_and_its_projections_are_counted():
+    work = model_work(built("swin_tiny_patch4_window7_224"), (1, 3, 224, 224))
+    assert len(work.uncounted) == 12
+    assert "layers.0.blocks.0.attn (WindowAttention)" in work.uncounted
+    assert layer_of(work, "layers.0.blocks.0.attn.qkv").part == "attention"
+
+
+@pytest.mark.parametrize("attention", ["softmax", "eco"])
+def test_products_are_the_ledgers(attention):
+    """The paper's accounting adds the convolutions' biases; hashing is not counted as products there."""
+    model = built("pvt_v2_b0", attention)
+    ours = model_work(model, (1, 3, 224, 224))
+    kinds = {"Linear", "Conv2d"} | ({"softmax"} if attention == "softmax" else set())
+    rows = [row for row in ecoformer.cost(model, (1, 3, 224, 224)).rows if row.kind in kinds]
+    biases = sum(
+        layer.work[0][0].out_channels * layer.work[0][0].out_height * layer.work[0][0].out_width
+        for layer in ours.layers
+        if isinstance(layer.work[0][0], Convolution)
+    )
+    macs = sum(op.macs * n for layer in ours.layers if layer.kind in kinds for op, n in layer.work)
+    assert macs == sum(row.counts.add for row in rows) - biases
+
+
+def test_local_branches_are_convolutions():
+    from ecoformer.attention.local import LocalBranch
+
+    work = model_work(built("pvt_v2_b0", "eco", local=(3, 3)), (1, 3, 224, 224))
+    local = [layer for layer in work.layers if layer.kind == LocalBranch.__name__]
+    assert local[0].work == [(Convolution(1, 32, 32, 56, 56, (3, 3), 1, (1, 1), 1, 32), 1)]
+    line = model_work(nn.Sequential(create_attention("eco", 32, 2, local=3)), (2, 50, 32))
+    assert layer_of(line, "0.local").work == [(Convolution(2, 32, 32, 1, 50, (1, 3), 1, (0, 1), 1, 32), 1)]
+
+
+def test_text_encoders():
+    from ecoformer.models.text import lra_text
+
+    model = lra_text(attention="eco")
+    work = model_work(model, torch.zeros(2, 256, dtype=torch.long))
+    assert work.uncounted == ()
+    assert {layer.part for layer in work.layers} == {"attention", "ffn", "other"}
+
+
+def test_parts_and_layers_sum_to_the_whole():
+    result = simulate_model(built("pvt_v2_b0", "eco"), (1, 3, 224, 224))
+    facts = result.to_dict()
+    for key in ("cycles", "energy_nj"):
+        assert sum(part[key] for part in facts["parts"].values()) == pytest.approx(facts[key])
+        assert sum(layer[key] for layer in facts["layers"]) == pytest.approx(facts[key])
+    assert result.total == simulate_all(result.work.work)
+    assert "softmax" in facts["not_simulated"]
+
+
+def test_a_hashed_pyramid_is_faster_than_a_softmax_one():
+    softmax, eco = (
+        simulate_model(built("pvt_v2_b0", name), (1, 3, 224, 224)).total for name in ("softmax", "eco")
+    )
+    assert eco.cycles < softmax.cycles / 3
+    assert eco.energy_nj < softmax.energy_nj / 3
+
+
+def test_the_model_is_left_as_it_was():
+    model = nn.Sequential(create_attention("eco", 32, 2, local=(3, 3)), nn.Dropout())
+    model[0].local.train()
+    before = torch.backends.mha.get_fastpath_enabled()
+    with pytest.raises(
+        ValueError, match=r"Sequential cannot take an input of \(1, 9, 32\): local=\(3, 3\) needs"
+    ):
+        model_work(model, (1, 9, 32))
+    assert not model[0].local._forward_pre_hooks
+    assert model.training
+    assert torch.backends.mha.get_fastpath_enabled() is before
+
+
+def test_refusals():
+    model = nn.Linear(8, 8)
+    with pytest.raises(ValueError, match=r"activation_bits=16 is a precision this array lacks"):
+        _ = simulate_model(model, (1, 8), bits=(16, 8)).total
+    with pytest.raises(ValueError, match="code_bits must be a whole number from 1, got 0"):
+        model_work(model, (1, 8), code_bits=0)
+    with pytest.raises(ValueError, match=r"Linear cannot take an input of \(1, 9\)"):
+        model_work(model, (1, 9))
+
+
+def test_an_array_from_a_file():
+    assert BitFusion.from_dict(BitFusion(inputs=8).to_dict()) == BitFusion(inputs=8)
+    assert BitFusion.from_dict({"energy": {"dram_bit": 4}}).energy.dram_bit == 4
+    with pytest.raises(ValueError, match="array has no 'size': it has inputs, outputs"):
+        BitFusion.from_dict({"size": 3})
+    with pytest.raises(ValueError, match="energy has no 'dram': it has unit_cycle"):
+        BitFusion.from_dict({"energy": {"dram": 3}})
+    with pytest.raises(ValueError, match=r"array must be an object of .*, got list"):
+        BitFusion.from_dict([1])

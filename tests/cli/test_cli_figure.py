@@ -1,0 +1,107 @@
+"""`ecoformer figure` as a user meets it."""
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from ecoformer.accounting import cost
+from ecoformer.cli import main
+
+figure_command = importlib.import_module("ecoformer.cli.figure")  # the name in the package is the command
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["ecoformer", "figure", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("shares", "--models", "pvt_v2_b0,pvt_v2_b1", "--resolution", "64"),
+        ("shares", "--models", "pvt_v2_b0", "--accounting", "exact", "--quantity", "mul", "--compare", "eco"),
+        ("sweep", "pvt_v2_b0", "--sweep", "resolution=64,128", "--compare", "softmax,eco"),
+        ("sweep", "pvt_v2_b0", "--sweep", "m=8,16", "--compare", "eco", "--accounting", "paper"),
+        ("accuracy", "--printed", "cifar100_attentions"),
+        ("bitfusion",),
+        ("bitfusion", "layer", "--batch", "1"),
+        ("bitfusion", "pvt_v2_b0", "--resolution", "64"),
+    ],
+    ids=" ".join,
+)
+def test_pictures(cli, tmp_path, arguments):
+    status, out, err = cli(*arguments, "--out", "a.png")
+    assert (status, out, err) == (0, "wrote a.png\n", "")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_results_of_ones_own(cli, tmp_path):
+    rows = [
+        {"label": "eco", "energy_pj": 2e9, "accuracy": 71.0},
+        {"label": "mine", "energy": 3e9, "top1": 70},
+    ]
+    (tmp_path / "r.json").write_text(json.dumps(rows))
+    status, _, _ = cli("accuracy", "r.json", "--printed", "cifar100_attentions", "--out", "a.svg")
+    assert status == 0
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+
+
+def test_every_command_shows_an_example(cli):
+    for command in ("shares", "sweep", "accuracy", "bitfusion"):
+        status, out, _ = cli(command, "--help")
+        assert status == 0
+        assert f"ecoformer figure {command}" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("bitfusion", "--out", "a.jpg"), "a.jpg must end in .png, .svg, .pdf, got '.jpg'"),
+        (("bitfusion", "--out", "nowhere/a.png"), "there is no folder nowhere"),
+        (("accuracy", "--out", "a.png"), "there is nothing to draw"),
+        (("accuracy", "nowhere.json", "--out", "a.png"), "there is no result file nowhere.json"),
+        (("accuracy", "--printed", "throughput", "--out", "a.png"), "lacks energy_pj or energy"),
+        (
+            ("sweep", "--sweep", "resolution", "--out", "a.png"),
+            "such as resolution=224,448, got 'resolution'",
+        ),
+        (
+            ("sweep", "--sweep", "bits=3", "--compare", "softmax", "--out", "a.png"),
+            "is no setting of softmax",
+        ),
+        (("shares", "--quantity", "bytes", "--out", "a.png"), "--quantity must be energy, mul or add"),
+        (("shares", "--models", "pvt_v2_b9", "--out", "a.png"), "nor a timm model"),
+        (("shares", "--accounting", "mine", "--out", "a.png"), 'accounting must be "paper" or "exact"'),
+        (("bitfusion", "layer", "--compare", "nope", "--out", "a.png"), 'must be "softmax" or "eco"'),
+    ],
+)
+def test_refusals(cli, tmp_path, arguments, words):
+    status, out, err = cli(*arguments)
+    assert (status, out) == (1, "")
+    assert err.startswith("ecoformer: ")
+    assert err.count("\n") == 1
+    assert words in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picture_leaves_nothing_out_in_silence(cli, monkeypatch):
+    def lacking(*arguments, **options):
+        return replace(cost(*arguments, **options), uncounted=("stages.0.blocks.0.attn (eco)",))
+
+    monkeypatch.setattr(figure_command, "cost", lacking)
+    status, _, err = cli("shares", "--models", "pvt_v2_b0", "--compare", "eco", "--out", "a.png")
+    assert status == 1
+    assert "eco: the paper accounting does not count stages.0.blocks.0.attn" in err
+    assert "try --accounting exact" in err
