@@ -2,6 +2,7 @@
 
 import csv
 import io
+import sys
 
 import pytest
 
@@ -108,3 +109,9 @@ def test_as_csv(tables):
 def test_an_unknown_table():
     with pytest.raises(ValueError, match="did you mean 'imagenet_main'"):
         paper_table("imagenet_mian")
+
+
+def test_without_timm_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ImportError, match=r"pip install 'ecoformer\[vision\]'"):
+        paper_table("cifar100_support_samples")

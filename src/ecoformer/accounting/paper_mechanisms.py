@@ -5,7 +5,7 @@ totals and no formula, and its sentence on the matter is that multiply-accumulat
 of scalings too. The rules here are readings in that spirit, each from the layer's own settings:
 
 - performer: fits all six printed figures, on PVTv2-B0 and on the Long Range Arena, with 256 features;
-- linformer: fits the Long Range Arena's three with k=256; PVTv2-B0's are nearest to k=96;
+- linformer: fits the Long Range Arena's three with k=256, and those on PVTv2-B0 with k=95;
 - reformer: fits the Long Range Arena's three with 64-token chunks and 2 rounds;
 - bi_eco: hashed attention with 256 features in the place of the hash functions; near the print, not equal;
 - fp_eco is printed with the Performer's figures and gets its rule; but its projections are three, not four;

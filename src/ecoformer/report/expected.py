@@ -16,9 +16,9 @@ SLIPS: dict[tuple[str, str, str], str] = {
     ),
 }
 
-_FITS = "which the paper does not state"
-_PERFORMER = f"256 features, four projections, {_FITS}"
-_LINFORMER = f"k=96 at every stage, a round number near the fit, {_FITS}"
+_UNSAID = "which the paper does not state"
+_PERFORMER = f"256 features, four projections, {_UNSAID}"
+_LINFORMER = f"k=96 at every stage, a round number beside 95, which fits; the paper states none"
 OPEN: dict[tuple[str, str], str] = {
     ("cifar100_attentions", "performer"): _PERFORMER,
     ("cifar100_attentions", "linformer"): _LINFORMER,
@@ -28,19 +28,16 @@ OPEN: dict[tuple[str, str], str] = {
     ("cifar100_binarization", "pvt_v2_b0 fp_eco"): (
         "256 features, shared queries and keys; the printed row is the Performer's, its accuracy included"
     ),
-    ("cifar100_binarization", "pvt_v2_b0 bi_eco"): f"256 features, shared queries and keys, {_FITS}",
-    ("cifar100_binarization", "twins_svt_s bi_eco"): f"256 features, shared queries and keys, {_FITS}",
+    ("cifar100_binarization", "pvt_v2_b0 bi_eco"): f"256 features, shared queries and keys, {_UNSAID}",
+    ("cifar100_binarization", "twins_svt_s bi_eco"): f"256 features, shared queries and keys, {_UNSAID}",
     ("cifar100_hash_functions", "lsh_eco"): "16 hyperplanes; how the print came about is not derived",
     ("long_range_arena", "performer"): _PERFORMER,
-    ("long_range_arena", "linformer"): f"k=256, {_FITS}",
-    ("long_range_arena", "reformer"): f"64-token chunks, 2 rounds, {_FITS}",
-    (
-        "long_range_arena",
-        "combiner",
-    ): "blocks of 64 tokens; how the print came about is not derived",
-    ("bitfusion", "performer"): f"256 features; our decomposition, {_FITS}",
-    ("bitfusion", "linformer"): f"k=96; our decomposition, {_FITS}",
-    ("bitfusion", "reformer"): f"64-token chunks, 2 rounds; our decomposition, {_FITS}",
+    ("long_range_arena", "linformer"): f"k=256, {_UNSAID}",
+    ("long_range_arena", "reformer"): f"64-token chunks, 2 rounds, {_UNSAID}",
+    ("long_range_arena", "combiner"): "blocks of 64 tokens; how the print came about is not derived",
+    ("bitfusion", "performer"): f"256 features; our decomposition, {_UNSAID}",
+    ("bitfusion", "linformer"): f"k=96; our decomposition, {_UNSAID}",
+    ("bitfusion", "reformer"): f"64-token chunks, 2 rounds; our decomposition, {_UNSAID}",
 }
 
 _CIFAR = ("ours counts a head of 100 classes",)

@@ -23,13 +23,18 @@ _MODELS = {"twins_svt_s": "twins_svt_small"}
 @cache
 def vision_ledger(model: str, mechanism: str, classes: int, **settings: Any) -> Ledger:
     """The paper's accounting of a timm model that was converted, at 224 x 224."""
-    import timm
+    options = {"attention": mechanism, "attention_config": settings, "num_classes": classes}
+    return cost(_timm_model(f"ecoformer_{model}", **options), IMAGE)
 
+
+def _timm_model(name: str, **options: Any) -> nn.Module:
+    try:
+        import timm
+    except ImportError as error:
+        raise ImportError("the paper's models are built on timm: pip install 'ecoformer[vision]'") from error
     with torch.device("meta"):
-        built = timm.create_model(
-            f"ecoformer_{model}", attention=mechanism, attention_config=settings, num_classes=classes
-        )
-    return cost(built, IMAGE)
+        model: nn.Module = timm.create_model(name, **options)
+    return model
 
 
 @cache
@@ -67,13 +72,7 @@ def _text(rows: list[Row]) -> list[Figures]:
 
 
 def _support_samples(rows: list[Row]) -> list[Figures]:
-    def build() -> nn.Module:
-        import timm
-
-        with torch.device("meta"):
-            model: nn.Module = timm.create_model("pvt_v2_b0", num_classes=100)
-        return model
-
+    build = partial(_timm_model, "pvt_v2_b0", num_classes=100)
     points = sweep(build, "m", [int(row["m"]) for row in rows], mechanisms=["eco"], example=IMAGE)
     return [_figures(point.ledger.total, point.ledger) for point in points]
 
