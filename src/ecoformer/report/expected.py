@@ -18,7 +18,7 @@ SLIPS: dict[tuple[str, str, str], str] = {
 
 _UNSAID = "which the paper does not state"
 _PERFORMER = f"256 features, four projections, {_UNSAID}"
-_LINFORMER = f"k=96 at every stage, a round number beside 95, which fits; the paper states none"
+_LINFORMER = "k=96 at every stage, a round number beside 95, which fits; the paper states none"
 OPEN: dict[tuple[str, str], str] = {
     ("cifar100_attentions", "performer"): _PERFORMER,
     ("cifar100_attentions", "linformer"): _LINFORMER,
