@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,3 +113,15 @@ def test_the_room_imports_nothing_heavy():
     code = "import sys, ecoformer.data; print(*{'sklearn', 'torchvision', 'PIL', 'timm'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("name", list_datasets())
+def test_the_page_names_every_option(name):
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    assert f"| `{name}`" in page or f", `{name}` |" in page
+    described = [part for part in page.split("**`")[1:] if f"{name}`" in part.split("**")[0]]
+    options = set(registry._REGISTRY[name].options) - {"limit"}
+    if name == "masked_sample":
+        described = [part for part in page.split("**`")[1:] if "masked_bytes`" in part.split("**")[0]]
+    missing = {option for option in options if not any(f"`{option}" in part for part in described)}
+    assert not missing
