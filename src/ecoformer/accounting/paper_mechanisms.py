@@ -2,8 +2,8 @@
 
 The paper gives counts for softmax and hashed attention that come out to the integer. For the others it prints
 totals and no formula, and its sentence on the matter is that multiply-accumulates count, and multiplications
-of scalings too. The rules here are readings in that spirit, each from the layer's own settings. Where one fits
-the print, it was chosen among several plausible ones because it does, so the fit is no evidence for it:
+of scalings too. The rules here are readings in that spirit, each from the layer's own settings. Where one
+fits the print, it was chosen among several plausible ones because it does: the fit is no evidence for it.
 
 - performer: fits all six printed figures, on PVTv2-B0 and on the Long Range Arena, with 256 features;
 - linformer: fits the Long Range Arena's three with k=256, and those on PVTv2-B0 with k=95;
@@ -13,9 +13,10 @@ the print, it was chosen among several plausible ones because it does, so the fi
 - lsh_eco, combiner, and reformer on PVTv2-B0: the print is not derived. They count what our implementation
   does.
 
-They treat small terms unlike each other. The scaling of scores is a multiplication in softmax, an addition too
-in linformer (without it the energy is 3.73, printed 3.74), and in reformer a scaling of queries, not of pairs as
-the layer does it (which makes 2.50 or 2.51, printed 2.49). The performer's exponentials count, no others do.
+They treat small terms unlike each other. The scaling of scores is a multiplication in softmax, an addition
+too in linformer (without it the energy is 3.73, printed 3.74), and in reformer a scaling of queries, not of
+pairs as the layer does it (which makes 2.50 or 2.51, printed 2.49). The performer's exponentials count, no
+others do.
 
 Letters: n tokens, H heads of C channels, b bits, m support samples, F features.
 """
