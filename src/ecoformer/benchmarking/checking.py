@@ -51,13 +51,28 @@ def _norm(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
-def hashed_truth(layer: HashedAttention, is_causal: bool, key_padding_mask: Tensor | None = None) -> Call:
-    """Hashed attention of the paper, dense and in fp64, with the sign's stand-in for its gradient."""
+def hashed_truth(
+    layer: HashedAttention,
+    is_causal: bool,
+    key_padding_mask: Tensor | None = None,
+    *,
+    doubted: bool = False,
+) -> Call:
+    """Hashed attention of the paper, dense and in fp64, with the sign's stand-in for its gradient.
+
+    `doubted` turns every other of the bits round that fp32 might get wrong, which shows how much rounding
+    may change; if all were turned, products of codes would stay as they are.
+    """
     hasher = layer.hasher
     mask = None if key_padding_mask is None else key_padding_mask[:, None]
 
     def truth(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        codes = sign_ste(_projections(hasher, q.double()), hasher.surrogate, hasher.sign_of_zero)
+        y = _projections(hasher, q.double())
+        if doubted:
+            error = (y - hasher.project(q.float(), None)).abs().amax(dim=-2, keepdim=True)
+            doubt = y.abs() < 4 * error + 1e-6
+            y = torch.where(doubt & (doubt.cumsum(dim=-2) % 2 == 1), -y, y)
+        codes = sign_ste(y, hasher.surrogate, hasher.sign_of_zero)
         return reference.hash_attention(codes, codes, v.double(), mask, is_causal, layer.bias)
 
     return truth

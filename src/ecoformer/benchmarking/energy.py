@@ -66,12 +66,13 @@ class EnergyBench:
         device: torch.device,
         *,
         meter: Meter | None = None,
-        idle_seconds: float = IDLE_SECONDS,
-        work_seconds: float = WORK_SECONDS,
+        idle_seconds: float | None = None,
+        work_seconds: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._device, self._work_seconds, self._clock = device, work_seconds, clock
+        self._device, self._clock = device, clock
+        self._work_seconds = WORK_SECONDS if work_seconds is None else work_seconds
         self._closing = ExitStack()
         found = (meter, "") if meter is not None else open_meter(device)
         self.meter, self.missing = found
@@ -80,7 +81,7 @@ class EnergyBench:
             self._closing.callback(self.meter.close)
             synchronize(device)
             start, before = clock(), self.meter.joules()
-            sleep(idle_seconds)
+            sleep(IDLE_SECONDS if idle_seconds is None else idle_seconds)
             self.idle_watts = (self.meter.joules() - before) / (clock() - start)
 
     @property

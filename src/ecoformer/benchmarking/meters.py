@@ -43,7 +43,8 @@ class RaplMeter:
 
     source = "RAPL (all processor packages, whoever uses them)"
 
-    def __init__(self, root: Path = POWERCAP) -> None:
+    def __init__(self, root: Path | None = None) -> None:
+        root = root or POWERCAP
         self._packages = [_Package(zone) for zone in _package_zones(root)]
         if not self._packages:
             raise NoMeterError(

@@ -1,0 +1,207 @@
+"""Whole models: the same weights, another mechanism."""
+
+import pytest
+import torch
+
+from ecoformer.attention import EcoAttention
+from ecoformer.benchmarking.checking import hashed_truth
+from ecoformer.benchmarking.explicit import ExplicitAttention, make_explicit
+from ecoformer.benchmarking.fitting import bench_fit, bench_model_fit
+from ecoformer.benchmarking.models import Load, bench_models
+from ecoformer.benchmarking.plot import plot_lengths
+from ecoformer.benchmarking.results import Row, Run
+from ecoformer.benchmarking.timing import Timing
+from ecoformer.conversion import convert
+from ecoformer.hashing import FitOptions, KernelHasher, fit_hashers
+from ecoformer.models.text import TextEncoder
+
+CPU = torch.device("cpu")
+QUICK = FitOptions(steps=3)
+
+
+def texts(count):
+    return torch.randint(1, 30, (count, 40), generator=torch.Generator().manual_seed(count))
+
+
+def load(**how):
+    return Load(texts, "tokens", {"model": "text"}, per_sample=40, **how)
+
+
+@pytest.fixture
+def model():
+    return TextEncoder(attention="softmax", vocabulary=30, length=40, dim=16, hidden=8, depth=1).eval()
+
+
+def bench(model, names=("softmax", "explicit", "eco", "performer"), batches=(1, 3), **how):
+    return bench_models(model, names, load(**how), batches, CPU, seconds=0.02)
+
+
+@pytest.mark.parametrize("how", [{}, {"train": True}, {"amp": torch.bfloat16}])
+def test_rows(model, how):
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    run = bench(model, **how)
+    assert [row.label for row in run.rows] == [
+        "softmax (sdpa)",
+        "explicit (N x N matrix)",
+        "eco (eager)",
+        "performer (eager)",
+    ] * 2
+    assert not run.wrong
+    for row in run.rows:
+        facts = row.to_dict()
+        assert facts["tokens_per_s"] == pytest.approx(facts["batch"] * 40 / row.timing.median_ms * 1e3)
+        assert facts["peak_mb"] > 0
+    assert [row.ratio_to_sdpa for row in run.rows if row.mechanism == "softmax"] == [1, 1]
+    against = [row.checked.against for row in run.rows[:4]]
+    assert against == ["the explicit matrix", "SDPA", "the reference", "finite numbers"]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("cls", "mechanism"), [(EcoAttention, "eco"), (ExplicitAttention, "explicit")])
+def test_a_wrong_model_gets_no_time(model, monkeypatch, cls, mechanism):
+    right = cls.attend
+    monkeypatch.setattr(cls, "attend", lambda self, q, k, v, *rest: right(self, q, k, v, *rest) + 0.1 * v)
+    run = bench(model, (mechanism,), batches=(1,))
+    assert [row.mechanism for row in run.wrong][-1] == mechanism
+    assert run.rows[-1].failure.startswith("wrong result")
+    assert run.rows[-1].timing is None
+
+
+def test_a_model_of_nan_gets_no_time(model):
+    run = bench_models(_broken(model), ["performer"], load(), [1], CPU, seconds=0.01)
+    assert [row.timing for row in run.rows] == [None, None]
+    assert len(run.wrong) == 2
+
+
+def _broken(model):
+    with torch.no_grad():
+        model.norm.weight.fill_(torch.nan)
+    return model
+
+
+def test_padding_is_compared_too(model):
+    def padded(count):
+        return texts(count).index_fill(1, torch.arange(30, 40), 0)
+
+    run = bench_models(model, ["eco"], Load(padded, "tokens", {}), [2], CPU, seconds=0.01)
+    assert [row.failure for row in run.rows] == [None, None]
+
+
+def test_long_layers_are_compared_by_eager(model, monkeypatch):
+    monkeypatch.setattr("ecoformer.benchmarking.models._DENSE_TOKENS", 39)
+    run = bench(model, ("eco",), batches=(1,))
+    assert run.rows[-1].checked.against == "the reference, long layers by eager"
+    assert run.rows[-1].checked.error == 0
+
+
+def test_codes_that_hang_on_rounding_are_doubted(model):
+    convert(model, "eco")
+    fit_hashers(model, [texts(4)], options=QUICK, progress=False)
+    layer = model.blocks[0].attn
+    q, v = torch.randn(2, 1, 2, 40, 8)
+    truths = [hashed_truth(layer, False, doubted=doubted)(q, q, v) for doubted in (False, True)]
+    assert torch.equal(*truths)
+    layer.hasher.weight[..., 0] *= 1e-8  # a bit that is all rounding
+    truths = [hashed_truth(layer, False, doubted=doubted)(q, q, v) for doubted in (False, True)]
+    assert not torch.equal(*truths)
+
+
+def test_doubt_widens_the_bound(model, monkeypatch):
+    right = KernelHasher.fit
+
+    def faint(self, *args, **kwargs):
+        right(self, *args, **kwargs)
+        self.weight.mul_(1e-8)
+        return self
+
+    assert bench(model, ("eco",), batches=(1,)).rows[-1].checked.bound == 1e-3
+    monkeypatch.setattr(KernelHasher, "fit", faint)
+    assert bench(model, ("eco",), batches=(1,)).rows[-1].checked.bound > 2e-3
+
+
+def test_compiled_models_say_so(model, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)
+    run = bench(model, ("eco",), batches=(1,), compiled=True)
+    assert [row.backend for row in run.rows] == ["sdpa, compiled", "eager, compiled"]
+
+
+def test_what_cannot_run_is_a_row(model, monkeypatch):
+    def refuse(model, dynamic):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    run = bench(model, ("eco",), batches=(1,), compiled=True)
+    assert [row.failure for row in run.rows] == ["failed: RuntimeError: no compiler"] * 2
+
+
+def test_explicit_replaces_every_softmax_layer(model):
+    convert(model, "softmax")
+    sample = texts(2)
+    before = model(sample)
+    kinds = [type(block.attn) for block in make_explicit(model).blocks]
+    assert kinds == [ExplicitAttention]
+    torch.testing.assert_close(model(sample), before)
+
+
+def test_fit():
+    run = bench_fit((2, 1, 60, 8), CPU, bits=4, support=10, repeats=2)
+    row = run.rows[0].to_dict()
+    assert row["shape"] == [2, 1, 60, 8]
+    assert row["repeats"] == 2
+    assert row["seconds"] == pytest.approx(row["median_ms"] / 1e3)
+    assert row["checked"]["error"] < 1
+
+
+def test_a_fit_that_learned_nothing_gets_no_time(monkeypatch):
+    right = KernelHasher.fit
+
+    def lazy(self, tokens, **kwargs):
+        right(self, tokens, options=FitOptions(steps=0, start="random", support="random"))
+        self.weight.copy_(self.weight[..., :1].expand_as(self.weight))
+        return self
+
+    monkeypatch.setattr(
+        KernelHasher, "fit", lambda self, tokens, **k: (lazy if "seed" in k else right)(self, tokens, **k)
+    )
+    row = bench_fit((2, 1, 60, 8), CPU, bits=4, support=10, repeats=1).rows[0]
+    assert row.wrong
+    assert row.timing is None
+    assert "the objective of random hash functions" in row.failure
+
+
+def test_fit_of_a_model(model):
+    convert(model, "eco", bits=4, support=5)
+    row = bench_model_fit(model, texts(3), "text", repeats=1, options=QUICK).rows[0].to_dict()
+    assert row["hashers"] == 1
+    assert row["seconds_per_hasher"] == row["seconds"] > 0
+
+
+def test_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    rows = []
+    for n in (64, 128):
+        setting = {"shape": [1, 2, n, 8], "dtype": "float32", "backward": False, "causal": False}
+        for index, name in enumerate(("softmax", "eco")):
+            ms = float(n * (index + 1))
+            rows.append(Row(name, "eager", setting, timing=Timing(ms, ms, ms, 1), peak_mb=ms))
+        rows.append(Row("reformer", "eager", setting, failure="out of memory"))
+    from matplotlib.figure import Figure
+
+    save = Figure.savefig
+
+    def look(figure, *args, **kwargs):
+        drawn.append(figure)
+        return save(figure, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", look)
+        plot_lengths(Run("a machine", 1, rows), tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    for axes in drawn[0].axes:
+        assert [line.get_label() for line in axes.lines] == ["softmax (eager)", "eco (eager)"]
+        assert list(axes.lines[1].get_xdata()) == [64, 128]
+        assert list(axes.lines[1].get_ydata()) == [128, 256]
+        assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    with pytest.raises(ValueError, match="every contestant failed"):
+        plot_lengths(Run("a machine", 1, rows[2:3]), tmp_path / "b.png")

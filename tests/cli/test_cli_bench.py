@@ -1,0 +1,163 @@
+"""`ecoformer bench` as a user meets it."""
+
+import json
+import sys
+
+import pytest
+
+from ecoformer.attention import EcoAttention
+from ecoformer.cli import main
+
+QUICK = ("--seconds", "0.01", "--threads", "1")
+SMALL = ("--shape", "1,2,50,8")
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["ecoformer", "bench", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run
+
+
+def test_attention(cli):
+    status, out, err = cli("attention", *SMALL, "--shape", "2,1,33,8", *QUICK, "--json")
+    assert (status, err) == (0, "")
+    rows = json.loads(out)["rows"]
+    assert [row["shape"] for row in rows] == [[1, 2, 50, 8]] * 5 + [[2, 1, 33, 8]] * 5
+    assert [row["mechanism"] for row in rows[:5]] == ["softmax", "eco", "performer", "linformer", "reformer"]
+    assert rows[1]["ratio_to_sdpa"] == pytest.approx(rows[0]["median_ms"] / rows[1]["median_ms"])
+
+
+def test_attention_for_people(cli):
+    status, out, _ = cli("attention", *SMALL, *QUICK, "--mechanisms", "explicit,eco", "--dtype", "bf16")
+    assert status == 0
+    assert max(map(len, out.splitlines()[:-1])) <= 100
+    assert "(1, 2, 50, 8), bfloat16" in out
+    assert "N x N matrix" in out
+    assert "flash-linear-attention" in out
+
+
+def test_options_reach_the_run(cli):
+    status, out, _ = cli("attention", *SMALL, *QUICK, "--backward", "--causal", "--dtype", "fp16", "--json")
+    facts = json.loads(out)
+    assert status == 0
+    assert {(r["backward"], r["causal"], r["dtype"]) for r in facts["rows"]} == {(True, True, "float16")}
+    assert facts["threads"] == 1
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_wrong_result(cli, monkeypatch, form):
+    monkeypatch.setattr(EcoAttention, "attend", lambda self, q, k, v, mask, is_causal: v)
+    status, out, err = cli("attention", *SMALL, *QUICK, *form)
+    assert (status, err) == (1, "")
+    assert "wrong result: error" in out
+    if form:
+        assert json.loads(out)["rows"][1]["median_ms"] is None
+
+
+def test_energy_is_there_or_said_to_be_missing(cli, monkeypatch, tmp_path):
+    monkeypatch.setattr("ecoformer.benchmarking.meters.POWERCAP", tmp_path)
+    for name in ("IDLE_SECONDS", "WORK_SECONDS"):
+        monkeypatch.setattr(f"ecoformer.benchmarking.energy.{name}", 0.01)
+    command = ("attention", *SMALL, *QUICK, "--mechanisms", "softmax", "--energy", "--device", "cpu")
+    status, out, err = cli(*command)
+    assert (status, err) == (0, "")
+    assert "no energy: there is no RAPL counter under" in out
+    zone = tmp_path / "intel-rapl:0"
+    zone.mkdir()
+    for name, value in (("name", "package-0"), ("energy_uj", "7"), ("max_energy_range_uj", "9")):
+        (zone / name).write_text(value)
+    facts = json.loads(cli(*command, "--json")[1])
+    assert facts["rows"][0]["energy"]["joules"] == 0
+    assert facts["rows"][0]["energy"]["idle_watts"] == 0
+    assert facts["notes"][-1].startswith("energy by RAPL")
+
+
+def test_crossover_and_picture(cli, tmp_path):
+    picture = tmp_path / "a.png"
+    options = ("--crossover", "--longest", "32", "--plot", picture, "--mechanisms", "softmax,eco")
+    status, out, _ = cli("attention", "--shape", "1,1,64,8", *QUICK, *options, "--json")
+    facts = json.loads(out)
+    assert status == 0
+    assert sorted({row["shape"][2] for row in facts["rows"]}) == [4, 8, 16, 32, 64]
+    assert set(facts["crossover"]) == {"tokens", "slower_at", "backend", "ratios"}
+    assert "16" in facts["crossover"]["ratios"]
+    assert picture.stat().st_size > 10_000
+    assert facts["notes"][-1] == f"wrote {picture}"
+
+
+def test_text_model(cli):
+    options = ("--tokens", "64", "--batch", "1,2", "--attention", "softmax,explicit,eco")
+    status, out, err = cli("model", "lra_text", *options, *QUICK, "--json")
+    assert (status, err) == (0, "")
+    rows = json.loads(out)["rows"]
+    assert [row["batch"] for row in rows] == [1] * 3 + [2] * 3
+    assert all(row["tokens_per_s"] > 0 and row["tokens"] == 64 for row in rows)
+
+
+def test_image_model(cli):
+    pytest.importorskip("timm")
+    options = ("--resolution", "32", "--amp", "bf16", "--channels-last", "--train")
+    status, out, err = cli("model", "test_vit", *options, *QUICK)
+    assert (status, err) == (0, "")
+    assert "test_vit, resolution 32, train, channels last, autocast bfloat16, batch 1" in out
+    assert "images/s" in out
+
+
+def test_fit(cli):
+    status, out, err = cli(
+        "fit", "--shape", "2,1,60,8", "--bits", 4, "--support", 9, "--repeats", 1, "--json"
+    )
+    assert (status, err) == (0, "")
+    row = json.loads(out)["rows"][0]
+    assert (row["bits"], row["support"], row["hashers"]) == (4, 9, 1)
+    assert row["seconds"] > 0
+
+
+def test_fit_of_a_model(cli):
+    options = ("--tokens", "40", "--samples", "2", "--repeats", "1", "--bits", "2", "--support", "4")
+    status, out, _ = cli("fit", "--model", "lra_text", *options)
+    assert status == 0
+    assert "lra_text, (2, 40), hashers 2" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("attention", "--shape", "1,1,32"), "--shape takes B,H,N,D"),
+        (("attention", "--shape", "1,1,x,32"), "--shape takes B,H,N,D"),
+        (("attention", "--shape", "1,0,9,32"), "at least 1 everywhere"),
+        (("attention", "--mechanisms", "softmax,ecoo"), "did you mean 'eco'?"),
+        (("attention", "--mechanisms", ","), "--mechanisms takes names"),
+        (("attention", "--dtype", "fp8"), "--dtype must be one of fp32, bf16, fp16, fp64"),
+        (("attention", "--device", "cuda:7"), "--device cuda:7: PyTorch sees"),
+        (("attention", "--device", "tpu"), "--device must be cpu, cuda or cuda:1"),
+        (
+            ("attention", "--plot", "a.png", "--shape", "1,1,8,8", "--shape", "2,1,8,8"),
+            "must agree in all else",
+        ),
+        (("model", "lra_text", "--batch", "0"), "--batch takes whole numbers"),
+        (("model", "lra_text", "--amp", "fp32"), "--amp must be one of bf16, fp16"),
+        (("model", "lra_text", "--channels-last"), "is for images"),
+        (("model", "pvt_v2_bo"), "did you mean pvt_v2_b"),
+        (("fit", "--shape", "4"), "--shape takes B,H,N,D"),
+    ],
+)
+def test_mistakes(cli, arguments, message):
+    status, out, err = cli(*arguments)
+    assert (status, out) == (1, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_without_timm_and_matplotlib(cli, monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install 'ecoformer[vision]'" in cli("model", "pvt_v2_b0")[2]
+    assert "pip install 'ecoformer[figures]'" in cli("attention", "--plot", "a.png")[2]
+    assert cli("attention", *SMALL, *QUICK)[0] == 0
