@@ -10,7 +10,7 @@ from ecoformer.attention import (
 )
 from ecoformer.checkpoints import CheckpointError, load, load_official, save
 from ecoformer.conversion import Conversion, Distillation, Projections, convert, distill, register_conversion
-from ecoformer.functional import hash_attention, pack_codes, sign_ste, unpack_codes
+from ecoformer.functional import eco_attention, hash_attention, pack_codes, sign_ste, unpack_codes
 from ecoformer.hashing import (
     FitOptions,
     Hasher,
@@ -52,6 +52,7 @@ __all__ = [
     "cost",
     "create_attention",
     "distill",
+    "eco_attention",
     "fit_hashers",
     "fitting",
     "hash_attention",

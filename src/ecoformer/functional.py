@@ -5,7 +5,7 @@ Arguments are checked once, by `arguments.py`; the sums themselves live in `back
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,16 @@ from ecoformer.arguments import (
     packed_width,
     shape,
 )
-from ecoformer.backends import Backend, Plain, Registered, eager
+from ecoformer.backends import Backend, Plain, Registered, eager, fused
+from ecoformer.backends.choice import pick
+from ecoformer.backends.hashing import Functions, HashFunctions
 
 __all__ = [
     "bias_value",
     "causal_product",
     "check_surrogate",
     "choose",
+    "eco_attention",
     "hash_attention",
     "pack_codes",
     "sign_ste",
@@ -35,6 +38,99 @@ __all__ = [
 ]
 
 Surrogate = Literal["hardtanh", "sigmoid"]
+_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class TokenHasher(Protocol):
+    """What `eco_attention` asks of a hasher; `hashing/base.py` has them."""
+
+    bits: int
+
+    @property
+    def token_wise(self) -> bool:
+        """Whether a token's code depends on that token alone."""
+
+    def functions(self) -> Functions | None:
+        """The hash functions, where a backend may compute codes itself."""
+
+    def __call__(self, tokens: Tensor, key_padding_mask: Tensor | None = None, /) -> Tensor:
+        """Codes of tokens."""
+
+
+def eco_attention(
+    q: Tensor,
+    v: Tensor,
+    hasher: TokenHasher,
+    *,
+    k: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+    bias: Bias = "paper",
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Hashed attention from tokens to output: `hasher` and `hash_attention` in one, fused where that can be.
+
+    Args:
+        q: tokens (B, H, N_q, D), which are queries and, unless `k` is given, keys.
+        v: values (B, H, N_k, C).
+        hasher: hash functions for H heads of D channels.
+        k: keys (B, H, N_k, D) with codes of their own, by the same hash functions.
+        key_padding_mask: (B, N_k) bool, True where a key is padding.
+        is_causal: as in `hash_attention`.
+        bias: as in `hash_attention`.
+        group: as in `hash_attention`.
+
+    Returns:
+        (B, H, N_q, C) in v's dtype.
+    """
+    if is_causal and not hasher.token_wise:
+        raise ValueError(
+            'sigma="input" looks at all tokens of a sample, so codes have no causal order: '
+            'use sigma="stored" with is_causal=True'
+        )
+    k = None if k is q else k
+    if group is None and bias == "paper" and not (_transforming() or _watched()):
+        functions = hasher.functions()
+        if functions is not None and _regular(q, k, v, key_padding_mask, is_causal, functions):
+            needs_grad = torch.is_grad_enabled() and any(
+                x is not None and x.requires_grad for x in (q, k, v, functions.weight)
+            )
+            backend = pick(q, k, v, key_padding_mask, functions, is_causal, needs_grad)
+            if backend != "eager":
+                beta = float(bias_value(bias, functions.weight.shape[-1]))
+                return fused.run(backend, q, k, v, key_padding_mask, functions, beta, is_causal, needs_grad)
+    codes_k = hasher(q if k is None else k, key_padding_mask)
+    codes_q = codes_k if k is None else hasher(q)
+    return hash_attention(
+        codes_q,
+        codes_k,
+        v,
+        key_padding_mask=key_padding_mask,
+        is_causal=is_causal,
+        bias=bias,
+        group=group,
+    )
+
+
+def _regular(
+    q: Tensor, k: Tensor | None, v: Tensor, mask: Tensor | None, is_causal: bool, functions: Functions
+) -> bool:
+    """Whether the arguments are what fused backends take; what is wrong with others, eager's checks say."""
+    keys = q if k is None else k
+    if not q.ndim == keys.ndim == v.ndim == 4 or not (q.numel() and v.numel() and keys.numel()):
+        return False
+    tensors = [x for x in (q, keys, v, mask, *functions) if x is not None]
+    if any(x.device != q.device for x in tensors) or any(x.dtype != torch.float32 for x in functions):
+        return False
+    if any(x.dtype not in _FUSED_DTYPES for x in (q, keys, v)) or functions.weight.shape[-1] > 64:
+        return False
+    batch, heads, tokens, dim = keys.shape
+    first = functions.support.shape[-1] if isinstance(functions, HashFunctions) else functions.weight.shape[1]
+    fits = (heads, dim) == (functions.weight.shape[0], first) and v.shape[:3] == keys.shape[:3]
+    fits = fits and (q.shape[0], q.shape[1], q.shape[3]) == (batch, heads, dim)
+    if is_causal and q.shape[2] != tokens:
+        return False
+    return fits and (mask is None or (mask.dtype == torch.bool and mask.shape == (batch, tokens)))
 
 
 def hash_attention(
@@ -97,6 +193,11 @@ def choose() -> type[Backend]:
 def _transforming() -> bool:
     # PyTorch's own autograd.Function asks the same question; there is no public name for it.
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def _watched() -> bool:
+    """Whether a dispatch mode looks at every operator, as counting does: it is shown the single steps."""
+    return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
 
 
 def pack_codes(codes: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ecoformer.arguments import Bias, bias_value
 from ecoformer.attention.base import Attention, head_dim_of
 from ecoformer.attention.registry import register_attention
-from ecoformer.functional import Surrogate, hash_attention
+from ecoformer.functional import Surrogate, eco_attention
 from ecoformer.hashing import Hasher, KernelHasher, KlshHasher, LshHasher, SignHasher
 
 
@@ -43,15 +43,9 @@ class HashedAttention(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, is_causal: bool
     ) -> Tensor:
-        """Hash the shared queries and keys once, then attend."""
-        if is_causal and not self.hasher.token_wise:
-            raise ValueError(
-                'sigma="input" looks at all tokens of a sample, so codes have no causal order: '
-                'use sigma="stored" with is_causal=True'
-            )
-        codes = self.hasher(q, key_padding_mask)
-        return hash_attention(
-            codes, codes, v, key_padding_mask=key_padding_mask, is_causal=is_causal, bias=self.bias
+        """Hash the shared queries and keys once and attend, in one operator where that can be."""
+        return eco_attention(
+            q, v, self.hasher, key_padding_mask=key_padding_mask, is_causal=is_causal, bias=self.bias
         )
 
 

@@ -1,6 +1,7 @@
 """Implementations of hashed attention, all with one contract.
 
 `eager.py` is plain PyTorch and runs everywhere; `operators.py` registers it with `torch.library`.
+`fused.py` says what a fused backend is, from tokens to output; `choice.py` chooses one.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ecoformer.backends import eager, operators
+from ecoformer.backends.choice import available
 
-__all__ = ["Backend", "Plain", "Registered"]
+__all__ = ["Backend", "Plain", "Registered", "available"]
 
 
 class Backend(Protocol):

@@ -8,10 +8,12 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 from typing_extensions import Self
 
 from ecoformer.arguments import shape
 from ecoformer.backends.eager import full_precision
+from ecoformer.backends.hashing import Functions
 from ecoformer.functional import Surrogate, check_surrogate, sign_ste
 from ecoformer.hashing.quality import HashQuality, hash_quality
 from ecoformer.hashing.ranks import broadcast_state, gather_tokens, same_order
@@ -72,6 +74,14 @@ class Hasher(nn.Module):
     def token_wise(self) -> bool:
         """Whether a token's code depends on that token alone."""
         return True
+
+    def functions(self) -> Functions | None:
+        """The hash functions as plain tensors, where a backend may compute codes in the place of `forward`.
+
+        None where it may not: `forward` has hooks that want to be called, the hash functions or the sign are
+        others than backends know.
+        """
+        return None
 
     def learn(
         self,
@@ -163,6 +173,16 @@ class Hasher(nn.Module):
             return tensor.to(moved.device) if halved and tensor.is_floating_point() else moved
 
         return super()._apply(keep_wide, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _bare(self) -> bool:
+        """Whether `forward` is nothing but the sign of `project`, of fitted hash functions in fp32."""
+        hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
+        if any(hooks) or has_global_hooks() or "forward" in self.__dict__:  # type: ignore[no-untyped-call]
+            return False
+        if type(self).forward is not Hasher.forward or (self.surrogate, self.sign_of_zero) != ("hardtanh", 1):
+            return False
+        self._require_fitted()
+        return True
 
     def _set_fitted(self) -> None:
         self.fitted.fill_(True)

@@ -7,30 +7,16 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ecoformer.backends.hashing import HashFunctions, project, squared_distances, unit_length
 from ecoformer.functional import Surrogate
 from ecoformer.hashing.base import Hasher
 from ecoformer.hashing.pairs import CosineLabels, Labels, SparseLabels, find_pairs
 from ecoformer.hashing.solver import FitOptions, Tick, learn_bits
 from ecoformer.hashing.support import draw_support, spread_support
 
+__all__ = ["MAX_BITS", "KernelData", "KernelHasher", "KlshHasher", "squared_distances", "unit_length"]
+
 MAX_BITS = 64
-
-
-def unit_length(tokens: Tensor) -> Tensor:
-    """Tokens of length one; a zero vector stays zero and passes its gradient on unscaled.
-
-    A length whose square overflows gives NaN, lest the token pass for a zero vector.
-    """
-    square = tokens.square().sum(dim=-1, keepdim=True)
-    scale = torch.where(square == 0, 1, square).rsqrt()
-    return tokens * torch.where(square.isinf(), torch.nan, scale)
-
-
-def squared_distances(unit: Tensor, support: Tensor) -> Tensor:
-    """|x - s|^2 of tokens (..., N, D) and support samples (..., m, D), by their inner products."""
-    own = unit.square().sum(dim=-1, keepdim=True)
-    theirs = support.square().sum(dim=-1).unsqueeze(-2)
-    return (own + theirs - 2 * unit @ support.mT).clamp_min(0)
 
 
 class KernelData(NamedTuple):
@@ -106,13 +92,20 @@ class KernelHasher(Hasher):
 
     def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
         """g(Q) A, of root mean square about 1 on the tokens that were fitted."""
+        if self.sigma_from == "stored":
+            return project(tokens, self._functions())
         dtype = tokens.dtype
         distances = squared_distances(unit_length(tokens), self.support_samples.to(dtype))
-        sigma = self.sigma.to(dtype).view(-1, 1, 1)
-        if self.sigma_from == "input":
-            sigma = _width(distances, valid)[..., None, None]
-        kernel = torch.exp(-distances / (2 * sigma))
+        kernel = torch.exp(-distances / (2 * _width(distances, valid)[..., None, None]))
         return (kernel - self.mean.to(dtype).unsqueeze(-2)) @ self.weight.to(dtype)
+
+    def functions(self) -> HashFunctions | None:
+        """Support samples, mean, widths and A, unless the widths are those of the input."""
+        known = type(self).project is KernelHasher.project and self.sigma_from == "stored"
+        return self._functions() if known and self._bare() else None
+
+    def _functions(self) -> HashFunctions:
+        return HashFunctions(self.support_samples, self.mean, self.sigma, self.weight)
 
     def learn(
         self,

@@ -1,0 +1,110 @@
+"""Which backend computes hashed attention: what can run, what is preferred, what the user asks for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ecoformer.backends.fused import Functions, HashFunctions, load, warn_once
+
+F = TypeVar("F", bound=Callable[..., Any])
+VARIABLE = "ECOFORMER_BACKEND"
+"""The environment variable that names a backend, whatever would be chosen."""
+PREFERRED = {"cpu": ("cpu",), "cuda": ("triton",)}
+"""Fused backends by type of device, best first; eager runs everywhere."""
+NAMES = ("eager", *dict.fromkeys(name for names in PREFERRED.values() for name in names))
+
+
+def _constant(function: F) -> F:
+    """Compiled code takes the answer as it is when it is compiled.
+
+    This is `torch.compiler.assume_constant_result`, which would import the compiler at once.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def available(device: torch.device | str) -> list[str]:
+    """Names of the backends that can run on `device`, in the order in which they are preferred."""
+    return [*(name for name in _preferred(torch.device(device)) if cannot_on(name, device) is None), "eager"]
+
+
+def cannot_on(name: str, device: torch.device | str) -> str | None:
+    """Why no call on `device` can be run by the fused backend `name`; None where some can."""
+    return _cannot_on(name, torch.device(device))
+
+
+@cache
+def _cannot_on(name: str, device: torch.device) -> str | None:
+    """Asked with the smallest common call, in inference."""
+    x = torch.zeros(1, 1, 1, 16, device=device)
+    row = torch.zeros(1, 1, device=device)
+    functions = HashFunctions(x[0], row, row[0], torch.zeros(1, 1, 16, device=device))
+    return _cannot(name, x, None, x, None, functions, False, False)
+
+
+def pick(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    mask: Tensor | None,
+    functions: Functions,
+    causal: bool,
+    needs_grad: bool,
+) -> str:
+    """The backend for one call: the one asked for, or the first that can run it.
+
+    One that was asked for and cannot run gives way to eager with one warning.
+    """
+    wanted = asked_for()
+    if wanted == "eager":
+        return wanted
+    for name in _preferred(q.device) if wanted is None else (wanted,):
+        reason = _cannot(name, q, k, v, mask, functions, causal, needs_grad)
+        if reason is None:
+            return name
+        if wanted is not None:
+            _tell(name, reason)
+    return "eager"
+
+
+@_constant
+def asked_for() -> str | None:
+    """The backend that the environment variable names; None where it is unset."""
+    name = os.environ.get(VARIABLE)
+    if not name:
+        return None
+    if name not in NAMES:
+        raise ValueError(f"{VARIABLE} must be one of {', '.join(NAMES)}, got {name!r}")
+    return name
+
+
+@_constant
+def _tell(name: str, reason: str) -> None:
+    warn_once(name, reason)
+
+
+def _preferred(device: torch.device) -> tuple[str, ...]:
+    return PREFERRED.get(device.type, ())
+
+
+@_constant
+def _cannot(
+    name: str,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    mask: Tensor | None,
+    functions: Functions,
+    causal: bool,
+    needs_grad: bool,
+) -> str | None:
+    module = load(name)
+    if isinstance(module, str):
+        return module
+    return module.cannot(q, k, v, mask, functions, causal=causal, needs_grad=needs_grad)
