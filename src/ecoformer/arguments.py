@@ -1,4 +1,7 @@
-"""Checks of the operators' arguments: one line that names the argument, its shape and the remedy."""
+"""Checks of the operators' arguments: one line that names the argument, its shape and the remedy.
+
+And errors of others cut to one line.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +72,12 @@ def packed_width(name: str, packed: Tensor, bits: int | None) -> int:
 def shape(x: Tensor) -> str:
     """A tensor's shape as error messages show it."""
     return str(tuple(x.shape))
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """What an error says, in one line of about so many characters; its class where it says nothing."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line if len(line) <= limit else f"{line[:limit]} ..."
 
 
 def _check_codes(codes_q: Tensor, codes_k: Tensor, v: Tensor, bits: int | None) -> int:

@@ -19,6 +19,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
+from ecoformer.arguments import one_line
+
 __all__ = ["CheckpointError", "check_config", "check_fit", "load_into", "read", "read_config", "write"]
 
 FORMAT = 1
@@ -109,7 +111,7 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -
         model.load_state_dict(state)
     except RuntimeError as error:
         refusal = f"{type(model).__name__} refused {source} and may hold a part of it"
-        raise CheckpointError(f"{refusal}: {_one_line(error)}") from error
+        raise CheckpointError(f"{refusal}: {one_line(error)}") from error
 
 
 def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
@@ -199,7 +201,7 @@ def _replace(target: Path, tensors: dict[str, Tensor], metadata: dict[str, str])
         try:
             save_file(tensors, temporary, metadata=metadata)
         except SafetensorError as error:
-            raise OSError(f"could not write {target}: {_one_line(error)}") from error
+            raise OSError(f"could not write {target}: {one_line(error)}") from error
         with open(temporary, "rb+") as file:
             _read_envelope(file, str(target))  # a file cut short must not replace a good one
             os.chmod(temporary, mode)
@@ -259,7 +261,7 @@ def _read_envelope(file: BinaryIO, path: str) -> tuple[dict[str, Any], dict[str,
         envelope = json.loads(text)
         version = envelope["format"]
     except _MALFORMED as error:
-        raise CheckpointError(f"the config in {path} is damaged: {_one_line(error)}") from error
+        raise CheckpointError(f"the config in {path} is damaged: {one_line(error)}") from error
     if type(version) is int and version > FORMAT:
         raise CheckpointError(
             f"{path} has format {version}, newer than {FORMAT}: upgrade ecoformer to read it"
@@ -290,7 +292,7 @@ def _read_header(file: BinaryIO, path: str) -> dict[str, Any]:
         if any(not isinstance(value, str) for value in header.get("__metadata__", {}).values()):
             raise TypeError("metadata must be text")
     except _MALFORMED as error:
-        raise CheckpointError(f"{path} is damaged, its header cannot be read: {_one_line(error)}") from error
+        raise CheckpointError(f"{path} is damaged, its header cannot be read: {one_line(error)}") from error
     if not exact:
         what = "truncated" if short else "damaged"
         raise CheckpointError(f"{path} is {what}, it has {size} of {wanted} bytes: write or copy it again")
@@ -307,7 +309,7 @@ def _read_tensors(file: BinaryIO, path: str) -> dict[str, Tensor]:
     except MemoryError:
         raise
     except Exception as error:  # damaged bytes fail in more ways than safetensors has a class for
-        raise CheckpointError(f"{path} is damaged: {_one_line(error)}") from error
+        raise CheckpointError(f"{path} is damaged: {one_line(error)}") from error
 
 
 def _not_safetensors(path: str, start: bytes) -> str:
@@ -370,7 +372,3 @@ def _kind(tensor: Tensor) -> tuple[bool, bool, bool]:
 
 def _listed(what: str, names: list[str]) -> str:
     return f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -258,3 +258,29 @@ def test_an_array_from_a_file():
         BitFusion.from_dict({"energy": {"dram": 3}})
     with pytest.raises(ValueError, match=r"array must be an object of .*, got list"):
         BitFusion.from_dict([1])
+
+
+def test_products_outside_of_layers_are_listed():
+    class Inline(nn.Module):
+        def forward(self, x):
+            return (x @ x.mT) @ x
+
+    assert model_work(nn.Sequential(Inline()), (1, 5, 8)).uncounted == ("0 (Inline)",)
+
+
+def test_keys_of_another_sequence():
+    model = nn.Transformer(32, 2, 1, 1, 64, batch_first=True)
+    work = model_work(model, {"src": torch.zeros(1, 7, 32), "tgt": torch.zeros(1, 10, 32)})
+    assert layer_of(work, "decoder.layers.0.multihead_attn").work == [
+        (FullyConnected(10, 32, 32), 2),
+        (FullyConnected(7, 32, 32), 2),
+        (FullyConnected(10, 16, 7), 2),
+        (FullyConnected(10, 7, 16), 2),
+    ]
+    assert work.uncounted == ()
+
+
+def test_tokens_before_an_image_have_no_neighbours():
+    model = built("vit_tiny_patch16_224", "eco", local=(3, 3))
+    work = model_work(model, (1, 3, 224, 224))
+    assert layer_of(work, "blocks.0.attn.attention.local").work[0][0].height == 14

@@ -15,9 +15,8 @@ from torch import nn
 
 from ecoformer.accounting.counts import Counts
 from ecoformer.accounting.executed import Counting
-from ecoformer.accounting.paper import part_of
+from ecoformer.accounting.parts import Parts
 from ecoformer.attention import Attention
-from ecoformer.conversion.layers import find_layers
 from ecoformer.hashing import hashers_of
 from ecoformer.running import eval_mode, run_on_meta
 
@@ -43,9 +42,9 @@ def exact_rows(model: nn.Module, example: Any) -> tuple[list[Row], list[str]]:
     modules = dict(model.named_modules())
     with _as_in_inference(model), _attributed(modules, counting), counting:
         run_on_meta(model, example)
-    inside = [f"{found.name}." if found.name else "" for found in find_layers(model)]
+    parts = Parts(model)
     rows = [
-        (name, kind_of(modules[name]), part_of(f"{name}.", inside), counts)
+        (name, kind_of(modules[name]), parts.of(name), counts)
         for name, counts in counting.counts.items()
         if counts != Counts()
     ]

@@ -16,6 +16,7 @@ from ecoformer.accounting.counts import KINDS, Counts
 from ecoformer.accounting.energy import EnergyTable, energy_table
 from ecoformer.accounting.exact import exact_rows
 from ecoformer.accounting.shapes import trace
+from ecoformer.arguments import one_line
 
 Accounting = Literal["paper", "exact"]
 Part = Literal["attention", "ffn", "other"]
@@ -148,6 +149,7 @@ def cost(
             rows, uncounted = paper.rows(model, trace(model, input_size))
     except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
         given = tuple(input_size.shape) if isinstance(input_size, Tensor) else input_size
-        line = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f"{type(model).__name__} cannot take an input of {given}: {line}") from error
+        raise ValueError(
+            f"{type(model).__name__} cannot take an input of {given}: {one_line(error, 200)}"
+        ) from error
     return Ledger(type(model).__name__, accounting, table, tuple(Row(*row) for row in rows), tuple(uncounted))

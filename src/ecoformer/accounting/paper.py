@@ -8,13 +8,15 @@ all memory traffic are free. `docs/cost.md` sets this beside what is really exec
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from ecoformer.accounting.counts import Counts, mac
+from ecoformer.accounting.foreign import attending, with_parts
 from ecoformer.accounting.paper_mechanisms import attention_to, mechanism_rule
+from ecoformer.accounting.parts import Parts
 from ecoformer.accounting.shapes import Call
 from ecoformer.attention import Attention
 from ecoformer.attention.local import LocalBranch
@@ -28,7 +30,7 @@ def linear(call: Call, module: Any) -> Counts:
 
 def convolution(call: Call, module: Any) -> Counts:
     """One product for each weight and output position, and one for a bias."""
-    positions = math.prod(call.output) // call.output[1]
+    positions = math.prod(call.output) // module.out_channels
     weights = math.prod(module.kernel_size) * module.in_channels // module.groups * module.out_channels
     return mac((weights + (module.out_channels if module.bias is not None else 0)) * positions)
 
@@ -39,8 +41,11 @@ def layer_norm(call: Call, module: Any) -> Counts:
 
 
 def local_branch(call: Call, module: Any) -> Counts:
-    """Depth-wise: one product for each tap and number, tokens before an image included; no bias."""
-    return mac(math.prod(call.output) * math.prod(module.sizes))
+    """Depth-wise: one product for each tap and number, without a bias; tokens before an image have none."""
+    batch, tokens, dim = call.output
+    if len(module.sizes) == 2:
+        tokens = math.prod(call.argument("grid"))
+    return mac(batch * tokens * dim * math.prod(module.sizes))
 
 
 RULES: dict[type[nn.Module], Callable[[Call, Any], Counts]] = {
@@ -54,61 +59,45 @@ RULES: dict[type[nn.Module], Callable[[Call, Any], Counts]] = {
 
 def rows(model: nn.Module, calls: list[Call]) -> tuple[list[tuple[str, str, Any, Counts]], list[str]]:
     """(name, kind, part, counts) of every layer that is counted, and the names of those that are unknown."""
-    layers = find_layers(model)
-    foreign = {f.layer: f for f in layers if not f.ours and f.source is not None}
-    inside = [f"{f.name}." if f.name else "" for f in layers]
+    layers = {f.layer: f for f in find_layers(model) if not f.ours}
+    parts = Parts(model)
     found: list[tuple[str, str, Any, Counts]] = []
-    for call in calls:
-        part = part_of(call.name, inside)
-        rule = RULES.get(type(call.module)) or next(
-            (rule for cls, rule in RULES.items() if isinstance(call.module, cls)), None
-        )
-        if rule is not None:
-            found.append((call.name, type(call.module).__name__, part, rule(call, call.module)))
-        elif isinstance(call.module, Attention):
-            of_mechanism = mechanism_rule(call.module)
-            if of_mechanism is not None:
-                counts = of_mechanism(call.module, call.inputs[-2]) * call.inputs[0]
-                found.append((call.name, call.module.name, "attention", counts))
-        elif call.module in foreign:
-            layer = foreign[call.module]
-            found.append((call.name, layer.kind, "attention", _foreign(call, layer, calls)))
-    return found, _unknown(calls, foreign)
+    unknown: list[str] = []
+    for call, latest in with_parts(calls):
+        counts = _counts(call, layers.get(call.module), latest)
+        kind = call.module.name if isinstance(call.module, Attention) else type(call.module).__name__
+        if counts is not None:
+            found.append((call.name, kind, parts.of(call.name), counts))
+        elif call.module in layers or _works(call):
+            unknown.append(f"{call.name or 'the model itself'} ({kind})")
+    return found, list(dict.fromkeys(unknown))
 
 
-def _foreign(call: Call, found: Found, calls: list[Call]) -> Counts:
-    """Softmax attention of another library; what the keys' projection is given tells their number."""
-    if found.source is None:
-        raise TypeError(f"{found.name} has no projections")
-    parts = {c.name.removeprefix(f"{call.name}."): c for c in calls if c.name.startswith(f"{call.name}.")}
-    keys = next((parts[name] for name in ("kv", "qkv", "key", "k_proj", "k_lin") if name in parts), call)
-    queries, seen = math.prod(call.inputs[:-1]), math.prod(keys.inputs[:-1])
-    window = getattr(found.layer, "ws", None)
-    if isinstance(window, int):  # windows, padded where they do not fit the map
-        queries, each = seen, window**2
-    else:
-        each = seen // call.inputs[0]
-    return attention_to(queries, each, found.source.dim, found.source.num_heads)
+def _counts(call: Call, layer: Found | None, latest: Mapping[str, Call]) -> Counts | None:
+    """What a call costs by the rule of its module; None where there is no rule."""
+    rule = RULES.get(type(call.module)) or next(
+        (rule for cls, rule in RULES.items() if isinstance(call.module, cls)), None
+    )
+    if rule is not None:
+        return rule(call, call.module)
+    if isinstance(call.module, Attention):
+        of_mechanism = mechanism_rule(call.module)
+        return None if of_mechanism is None else of_mechanism(call.module, call.inputs[-2]) * call.inputs[0]
+    seen = attending(call, layer, latest)
+    if seen is None:
+        return None
+    own = mac(sum(math.prod(sizes) for sizes in seen.projections))
+    return own + attention_to(seen.groups * seen.queries, seen.keys, seen.dim, seen.heads)
 
 
-def part_of(name: str, attention_layers: list[str]) -> str:
-    """Attention, the feed-forward part, or the rest."""
-    if name.startswith(tuple(attention_layers)) and attention_layers:
-        return "attention"
-    words = set(name.split("."))
-    return "ffn" if words & {"mlp", "ffn", "feed_forward", "intermediate", "output"} else "other"
+def _works(call: Call) -> bool:
+    """Whether a module without a rule does anything that ought to be counted.
 
-
-def _unknown(calls: list[Call], foreign: dict[nn.Module, Found]) -> list[str]:
-    """Modules with parameters of their own, or mechanisms, that no rule counts."""
-    names = []
-    for call in calls:
-        module = call.module
-        if type(module) in RULES or isinstance(module, (*RULES, nn.Embedding)) or module in foreign:
-            continue
-        if isinstance(module, Attention):
-            if mechanism_rule(module) is None:
-                names.append(f"{call.name} ({module.name})")
-        elif list(module.parameters(recurse=False)) and list(module.children()) == []:
-            names.append(f"{call.name} ({type(module).__name__})")
-    return names
+    Mechanisms do, and so do modules that multiply matrices or their own parameters, outside of submodules.
+    Modules that look rows up do not.
+    """
+    if isinstance(call.module, nn.Embedding):
+        return False
+    is_leaf = not any(True for _ in call.module.children())
+    has_own = any(True for _ in call.module.parameters(recurse=False))
+    return isinstance(call.module, Attention) or bool(call.works) or (is_leaf and has_own)

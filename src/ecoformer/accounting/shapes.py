@@ -1,61 +1,137 @@
-"""What shapes flow through a model: it runs on meta tensors, so that nothing is computed."""
+"""What flows through a model: it runs on meta tensors, so that nothing is computed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ecoformer.attention import Attention
-from ecoformer.running import eval_mode, run_on_meta
+from ecoformer.running import eval_mode, run_on_meta, without_fast_path
 
 Shape = tuple[int, ...]
+
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "convolution"}
+_ATTENTION = "scaled_dot_product"
+_SUMS_AND_COPIES = {"add", "add_", "sub", "rsub", "cat", "stack", "clone", "copy_", "_to_copy", "repeat"}
+_SUMS_AND_COPIES |= {"where", "masked_fill", "index", "index_select", "gather", "embedding"}
+"""What may be done with a parameter for free: the paper does not count sums outside of layers."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A module was called with a tensor of this shape and gave one of that shape."""
+    """A module was called with a first tensor of this shape and gave one of that shape.
+
+    `given` and `named` are all its arguments, shapes in the place of tensors. `works` are the operators that
+    it executed itself, outside of its submodules, and that multiply matrices or its own parameters.
+    """
 
     name: str
     module: nn.Module
     inputs: Shape
     output: Shape
+    given: tuple[Any, ...] = ()
+    named: Mapping[str, Any] = field(default_factory=dict)
+    works: tuple[str, ...] = ()
+
+    def argument(self, name: str) -> Any:
+        """An argument by the name that the module's `forward` has for it; None where it was not given."""
+        bound = signature(type(self.module).forward).bind(self.module, *self.given, **self.named)
+        return bound.arguments.get(name)
 
 
 @torch.no_grad()
 def trace(model: nn.Module, example: Any) -> list[Call]:
     """Every call of a module while the model runs on `example`, a shape, a tensor or keyword arguments.
 
-    The model is left as it was: its weights stay where they are, and its modes are restored.
+    Calls come in the order in which they end. The model is left as it was: its weights stay where they are,
+    and its modes are restored.
     """
     calls: list[Call] = []
     names = {module: name for name, module in model.named_modules()}
+    watch = _Watch()
 
-    def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def before(module: nn.Module, args: Any) -> None:
+        watch.enter(module)
+
+    def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         inputs, output = _first((*args, *kwargs.values())), _first(out)
-        if inputs is not None and output is not None:
-            calls.append(Call(names[module], module, tuple(inputs.shape), tuple(output.shape)))
+        given = {"given": _shapes(args), "named": _shapes(kwargs), "works": watch.leave()}
+        calls.append(Call(names[module], module, _shape(inputs), _shape(output), **given))
 
-    hooks = [module.register_forward_hook(hook, with_kwargs=True) for module in names]
-    mechanisms = [module for module in names if isinstance(module, Attention)]
+    with ExitStack() as around:
+        for module in names:
+            around.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+            around.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+        for manager in (_values_pass(names), eval_mode(model), without_fast_path(), watch):
+            around.enter_context(manager)
+        run_on_meta(model, example)
+    return calls
+
+
+@contextmanager
+def _values_pass(modules: Mapping[nn.Module, str]) -> Iterator[None]:
+    """Shapes do not hang on how a mechanism attends, nor on whether it is fitted."""
+    mechanisms = [module for module in modules if isinstance(module, Attention)]
     try:
-        for layer in mechanisms:  # shapes do not hang on how a mechanism attends, nor on whether it is fitted
+        for layer in mechanisms:
             layer.__dict__["attend"] = _values
-        with eval_mode(model):
-            run_on_meta(model, example)
+        yield
     finally:
         for layer in mechanisms:
             layer.__dict__.pop("attend", None)
-        for handle in hooks:
-            handle.remove()
-    return calls
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Which operators that work each module executes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._running: list[tuple[set[int], dict[str, None]]] = []
+
+    def enter(self, module: nn.Module) -> None:
+        own = {id(parameter) for parameter in module._parameters.values() if parameter is not None}
+        self._running.append((own, {}))
+
+    def leave(self) -> tuple[str, ...]:
+        return tuple(self._running.pop()[1])
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._running and not func.is_view:
+            own, works = self._running[-1]
+            name = func._opname
+            if name in _PRODUCTS or _ATTENTION in name or (own and _takes(own, name, args)):
+                works[name] = None
+        return func(*args, **(kwargs or {}))
+
+
+def _takes(own: set[int], operator: str, args: Any) -> bool:
+    """Whether parameters are worked with, or views of them."""
+    if operator in _SUMS_AND_COPIES:
+        return False
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    return any(id(x) in own or (x._base is not None and id(x._base) in own) for x in tensors)
 
 
 def _values(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return v
+
+
+def _shape(tensor: Tensor | None) -> Shape:
+    return () if tensor is None else tuple(tensor.shape)
+
+
+def _shapes(arguments: Any) -> Any:
+    return tree_map_only(Tensor, _shape, arguments)
 
 
 def _first(value: Any) -> Tensor | None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ecoformer.arguments import one_line
 from ecoformer.attention import (
     Attention,
     HashedAttention,
@@ -168,8 +169,8 @@ def flash_linear_attention(setting: Setting) -> tuple[Operator | None, str]:
             return None, "flash-linear-attention (fla) is not installed, so that it is not among the peers"
         chunked: Callable[..., Any] = importlib.import_module("fla.ops.linear_attn").chunk_linear_attn
     except Exception as error:
-        line = " ".join(str(error).split())[:120]
-        return None, f"flash-linear-attention (fla) is installed but cannot be imported: {line}"
+        why = one_line(error, 120)
+        return None, f"flash-linear-attention (fla) is installed but cannot be imported: {why}"
     if setting.device.type != "cuda":
         return None, "flash-linear-attention (fla) runs on GPUs only, so that it is not among the peers"
 

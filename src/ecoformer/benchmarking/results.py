@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ecoformer.arguments import one_line
 from ecoformer.benchmarking.energy import Energy
 from ecoformer.benchmarking.timing import Timing
 
@@ -108,13 +109,12 @@ class Run:
 
 def failed(row: Row, error: Exception) -> Row:
     """The row of a contestant that raised: want of memory is the machine's, all else the code's."""
-    line = " ".join(str(error).split()) or type(error).__name__
-    short_of_memory = (
-        isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in line
-    )
+    short_of_memory = isinstance(
+        error, (torch.OutOfMemoryError, MemoryError)
+    ) or "can't allocate memory" in str(error)
     if short_of_memory:
         return replace(row, failure="out of memory")
-    return replace(row, failure=f"failed: {type(error).__name__}: {line[:200]}", wrong=True)
+    return replace(row, failure=f"failed: {type(error).__name__}: {one_line(error, 200)}", wrong=True)
 
 
 def device_name(device: torch.device) -> str:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
-from ecoformer.accounting.paper import part_of
+from ecoformer.accounting.foreign import attending, with_parts
+from ecoformer.accounting.parts import Parts
 from ecoformer.accounting.shapes import Call, trace
+from ecoformer.arguments import one_line
 from ecoformer.attention import Attention
 from ecoformer.attention.local import LocalBranch
 from ecoformer.conversion.layers import Found, find_layers
-from ecoformer.running import without_fast_path
 
 from .array import BitFusion
 from .checks import pair, whole
@@ -125,27 +126,22 @@ def model_work(model: nn.Module, input_size: Any, *, bits: Bits = 8, code_bits: 
     """
     of_activations, of_weights = pair("bits", bits)
     widths = (of_activations, of_weights, whole("code_bits", code_bits))
-    with _grids(model) as grids, without_fast_path():
-        try:
-            calls = trace(model, input_size)
-        except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
-            given = tuple(input_size.shape) if isinstance(input_size, Tensor) else input_size
-            line = " ".join(str(error).split())[:200] or type(error).__name__
-            raise ValueError(f"{type(model).__name__} cannot take an input of {given}: {line}") from error
-    found = find_layers(model)
-    foreign = {f.layer: f for f in found if not f.ours}
-    inside = [f"{f.name}." if f.name else "" for f in found]
-    layers, uncounted = [], []
-    for call in calls:
+    try:
+        calls = trace(model, input_size)
+    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
+        given = tuple(input_size.shape) if isinstance(input_size, Tensor) else input_size
+        line = one_line(error, 200)
+        raise ValueError(f"{type(model).__name__} cannot take an input of {given}: {line}") from error
+    foreign = {f.layer: f for f in find_layers(model) if not f.ours}
+    parts, layers, uncounted = Parts(model), [], []
+    for call, latest in with_parts(calls):
         kind = call.module.name if isinstance(call.module, Attention) else type(call.module).__name__
-        work = _work_of(call, calls, foreign, grids, widths)
+        work = _work_of(call, foreign.get(call.module), latest, widths)
         if work is None:
-            uncounted.append(f"{call.name} ({kind})")
+            uncounted.append(f"{call.name or 'the model itself'} ({kind})")
         elif work:
-            attends = isinstance(call.module, Attention) or call.module in foreign
-            part = "attention" if attends else part_of(call.name, inside)
-            layers.append(LayerWork(call.name, kind, part, work))
-    return ModelWork(type(model).__name__, tuple(layers), tuple(uncounted))
+            layers.append(LayerWork(call.name, kind, parts.of(call.name), work))
+    return ModelWork(type(model).__name__, tuple(layers), tuple(dict.fromkeys(uncounted)))
 
 
 def _brief(total: Total) -> dict[str, Any]:
@@ -153,47 +149,29 @@ def _brief(total: Total) -> dict[str, Any]:
     return {key: facts[key] for key in ("cycles", "compute_cycles", "stall_cycles", "energy_nj")}
 
 
-Grids = dict[nn.Module, tuple[int, int]]
 Widths = tuple[int, int, int]
 
 
-@contextmanager
-def _grids(model: nn.Module) -> Iterator[Grids]:
-    """The images that two-dimensional local branches are told of while the model runs."""
-    grids: Grids = {}
-
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if len(args) > 3 and args[3] is not None:
-            grids[module] = (int(args[3][0]), int(args[3][1]))
-
-    branches = [module for module in model.modules() if isinstance(module, LocalBranch)]
-    hooks = [branch.register_forward_pre_hook(hook) for branch in branches]
-    try:
-        yield grids
-    finally:
-        for handle in hooks:
-            handle.remove()
-
-
-def _work_of(
-    call: Call, calls: list[Call], foreign: dict[nn.Module, Found], grids: Grids, widths: Widths
-) -> Work | None:
+def _work_of(call: Call, found: Found | None, latest: Mapping[str, Call], widths: Widths) -> Work | None:
     """The products of one call: none where the layer has none, None where they are not known."""
     module: Any = call.module
     if isinstance(module, Attention):
         batch, tokens = call.inputs[0], call.inputs[-2]
         return attend_work(module, Sizes(batch, module.num_heads, tokens, module.head_dim, *widths))
-    if module in foreign:
-        return _foreign(call, foreign[module], calls, widths)
     if isinstance(module, nn.Linear):
         rows = math.prod(call.inputs[:-1])
         return [(FullyConnected(rows, module.in_features, module.out_features, *widths[:2]), 1)]
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return _convolution(call, module, widths)
     if isinstance(module, LocalBranch):
-        return _local(call, module, grids.get(module), widths)
-    has_own = any(True for _ in module.parameters(recurse=False)) and not list(module.children())
-    return None if has_own and not isinstance(module, _ELSEWHERE) else []
+        return _local(call, module, widths)
+    if isinstance(module, _ELSEWHERE):
+        return []
+    work = _softmax(call, found, latest, widths)
+    is_leaf = not any(True for _ in module.children())
+    has_own = any(True for _ in module.parameters(recurse=False))
+    unknown = found is not None or call.works or (is_leaf and has_own)
+    return [] if work is None and not unknown else work
 
 
 def _convolution(call: Call, module: Any, widths: Widths) -> Work | None:
@@ -221,11 +199,9 @@ def _convolution(call: Call, module: Any, widths: Widths) -> Work | None:
     return [(op, 1)] if as_called else None  # subclasses may pad their input themselves
 
 
-def _local(call: Call, module: LocalBranch, grid: tuple[int, int] | None, widths: Widths) -> Work | None:
+def _local(call: Call, module: LocalBranch, widths: Widths) -> Work:
     batch, tokens, dim = call.inputs
-    height, width = (1, tokens) if len(module.sizes) == 1 else grid or (0, 0)
-    if not height:
-        return None
+    height, width = (1, tokens) if len(module.sizes) == 1 else call.argument("grid")
     kernel = _both(module.sizes, 1)
     padding = (kernel[0] // 2, kernel[1] // 2)
     bits = {"activation_bits": widths[0], "weight_bits": widths[1]}
@@ -237,27 +213,11 @@ def _both(sizes: tuple[int, ...], vertical: int) -> tuple[int, int]:
     return (vertical, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
 
 
-def _foreign(call: Call, found: Found, calls: list[Call], widths: Widths) -> Work | None:
-    """Softmax attention of another library; what the keys' projection is given tells their number."""
-    if found.source is None:
+def _softmax(call: Call, found: Found | None, latest: Mapping[str, Call], widths: Widths) -> Work | None:
+    """Softmax attention of another library."""
+    seen = attending(call, found, latest)
+    if seen is None:
         return None
-    dim, heads = found.source.dim, found.source.num_heads
-    prefix = f"{call.name}." if call.name else ""
-    parts = {
-        c.name.removeprefix(prefix): c for c in calls if c.name != call.name and c.name.startswith(prefix)
-    }
-    rows = math.prod(call.inputs[:-1])
-    batch = call.inputs[0]
-    projections: Work = []
-    if isinstance(found.layer, nn.MultiheadAttention):  # whose projections are no modules that are called
-        batch = call.inputs[0 if found.layer.batch_first else 1] if len(call.inputs) == 3 else 1
-        projections = [(FullyConnected(rows, dim, dim, *widths[:2]), 4)]
-    keys = next((parts[name] for name in ("kv", "qkv", "key", "k_proj", "k_lin") if name in parts), call)
-    seen = math.prod(keys.inputs[:-1])
-    window = getattr(found.layer, "ws", None)
-    if isinstance(window, int):  # windows, padded where they do not fit the map
-        size = window**2
-        sizes = Sizes(seen // size, heads, size, dim // heads, *widths)
-        return softmax_work(sizes, size)
-    sizes = Sizes(batch, heads, rows // batch, dim // heads, *widths)
-    return [*projections, *softmax_work(sizes, seen // batch)]
+    projections = Counter(FullyConnected(*sizes, *widths[:2]) for sizes in seen.projections)
+    sizes = Sizes(seen.groups, seen.heads, seen.queries, seen.dim // seen.heads, *widths)
+    return [*projections.items(), *softmax_work(sizes, seen.keys)]

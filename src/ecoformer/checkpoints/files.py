@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ecoformer import storage
+from ecoformer.arguments import one_line
 from ecoformer.checkpoints.describe import check_description, describe, prepare, rebuild
 from ecoformer.checkpoints.structure import difference, structure
 from ecoformer.conversion.verb import RECORD, unwrapped
@@ -109,7 +110,7 @@ def _check_rebuilds(model: nn.Module, description: dict[str, Any]) -> None:
     try:
         again = _rebuild_on_meta(description) or rebuild(description)
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
-        raise ValueError(f"{name} cannot be built with {arguments} ({_line(error)}): {remedy}") from error
+        raise ValueError(f"{name} cannot be built with {arguments} ({one_line(error)}): {remedy}") from error
     odd = difference(structure(model), structure(again)) or _other_shapes(model, again)
     if type(model) is not type(again):
         odd = f"it is a {type(model).__name__}, not a {type(again).__name__}"
@@ -152,11 +153,7 @@ def _blaming(what: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, RuntimeError, AttributeError, LookupError, AssertionError) as error:
-        raise CheckpointError(f"{what}: {_line(error)}") from error
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+        raise CheckpointError(f"{what}: {one_line(error)}") from error
 
 
 def _on_meta(model: nn.Module) -> nn.Module:

@@ -8,11 +8,13 @@ import sys
 import typer
 
 from ecoformer import __version__
+from ecoformer.arguments import one_line
 from ecoformer.cli.bench import bench
 from ecoformer.cli.convert import convert
 from ecoformer.cli.cost import cost
 from ecoformer.cli.figure import figure
 from ecoformer.cli.info import info
+from ecoformer.cli.report import demo, report
 from ecoformer.cli.simulate import simulate
 from ecoformer.cli.tables import tables
 from ecoformer.cli.train import evaluate, train
@@ -27,9 +29,11 @@ app = typer.Typer(
 )
 app.command()(convert)
 app.command()(cost)
+app.command()(demo)
 app.command("eval")(evaluate)
 app.command()(info)
 app.command()(train)
+app.command()(report)
 app.command()(tables)
 app.add_typer(bench, name="bench")
 app.add_typer(figure, name="figure")
@@ -51,5 +55,5 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("ECOFORMER_DEBUG"):
             raise
-        typer.echo(f"ecoformer: {' '.join(str(error).split()) or type(error).__name__}", err=True)
+        typer.echo(f"ecoformer: {one_line(error, 2000)}", err=True)
         sys.exit(1)

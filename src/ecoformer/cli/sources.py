@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from ecoformer.arguments import one_line
 from ecoformer.checkpoints import CheckpointError, load, load_official
 
 
@@ -131,5 +132,4 @@ def _blaming(what: str) -> Iterator[None]:
     except ImportError:
         raise
     except Exception as error:
-        line = " ".join(str(error).split()) or type(error).__name__
-        raise CheckpointError(f"{what}: {line[:300]}{' ...' if len(line) > 300 else ''}") from error
+        raise CheckpointError(f"{what}: {one_line(error)}") from error
