@@ -66,7 +66,7 @@ def _encoder(recipe: Recipe, splits: Splits) -> nn.Module:
 
 
 def _started(recipe: Recipe, splits: Splits) -> nn.Module:
-    path = Path(recipe.start or "")
+    path = Path(recipe.start or "").expanduser()
     if not path.exists():
         raise FileNotFoundError(f"start: there is no checkpoint {recipe.start}")
     model = load(path)
@@ -97,3 +97,30 @@ def example_of(recipe: Recipe, splits: Splits) -> torch.Tensor:
         return torch.zeros(1, 3, recipe.augment.size, recipe.augment.size)
     shape = (1, 2, splits.length) if splits.kind == "pairs" else (1, splits.length)
     return torch.ones(shape, dtype=torch.long)
+
+
+def load_teacher(recipe: Recipe, splits: Splits, device: torch.device) -> nn.Module | None:
+    """The recipe's teacher, ready to answer, or None."""
+    if recipe.teacher is None:
+        return None
+    path = Path(recipe.teacher.checkpoint).expanduser()
+    if not path.exists():
+        raise FileNotFoundError(f"teacher.checkpoint: there is no file {path}")
+    teacher = load(path).eval().requires_grad_(False)
+    example = example_of(recipe, splits)
+    answered = teacher(*example.unbind(1)) if splits.kind == "pairs" else teacher(example)
+    if answered.shape[-1] != splits.classes:
+        raise ValueError(
+            f"teacher.checkpoint: {path.name} answers with {answered.shape[-1]} classes, but "
+            f"{recipe.data.name} has {splits.classes}"
+        )
+    return teacher.to(device)
+
+
+def make_average(model: nn.Module, recipe: Recipe, device: torch.device) -> Any:
+    """timm's running average of the weights, or None; buffers, hash functions among them, are copied."""
+    if not recipe.ema:
+        return None
+    from timm.utils import ModelEmaV3
+
+    return ModelEmaV3(model.to(device), decay=recipe.ema, use_warmup=True, exclude_buffers=True)

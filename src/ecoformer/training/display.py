@@ -26,21 +26,21 @@ class Display:
     Args:
         show: whether to print at all; only the first process does.
         board: folder of TensorBoard's files, or None.
-        first_step: where a resumed run goes on; TensorBoard forgets what came after.
     """
 
-    def __init__(self, *, show: bool = True, board: Path | None = None, first_step: int = 0) -> None:
+    def __init__(self, *, show: bool = True, board: Path | None = None) -> None:
         self.show, self.console, self._last_loss = show, Console(stderr=True), ""
         self._bar: tuple[Progress, Any] | None = None
+        self._folder = board
         self._board: Any = None
-        if board is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(board), purge_step=first_step or None)
 
     @contextlib.contextmanager
-    def training(self, total: int, done: int) -> Iterator[Callable[[float], None]]:
-        """While the context is open a bar is shown; the function it gives is called once a step."""
+    def training(self, total: int, done: int) -> Iterator[Callable[[], None]]:
+        """While the context is open a bar is shown; the function it gives is called once a step.
+
+        TensorBoard forgets what an interrupted run logged after step `done`.
+        """
+        self._board = None if self._folder is None else _writer(self._folder, done + 1)
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
         hidden = not (self.show and self.console.is_terminal)
         with Progress(
@@ -48,10 +48,12 @@ class Display:
         ) as bar:
             task = bar.add_task("training", total=total, completed=done)
             self._bar = (bar, task)
-            yield lambda rate: bar.advance(task)
-        self._bar = None
-        if self._board is not None:
-            self._board.flush()
+            try:
+                yield lambda: bar.advance(task)
+            finally:
+                self._bar = None
+                if self._board is not None:
+                    self._board.close()
 
     def loss(self, loss: float) -> None:
         """The training loss of late."""
@@ -73,3 +75,11 @@ class Display:
         for name, value in record.items():
             if isinstance(value, float):
                 self._board.add_scalar(f"{record['split']}/{name}", value, record["step"])
+
+
+def _writer(folder: Path, first: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError("tensorboard=true needs another package: pip install tensorboard") from error
+    return SummaryWriter(str(folder), purge_step=first)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ecoformer.data.splits import Arrays, Images
+from ecoformer.data.splits import IGNORED, Arrays, Images
 from ecoformer.training.recipe import Recipe
 
 Batch = tuple[Tensor, Tensor]
@@ -53,6 +53,16 @@ class Loader:
             )
         if len(part) < recipe.batch:
             raise ValueError(f"batch={recipe.batch} is larger than the training data, {len(part)} samples")
+        pictures = isinstance(part, Images) or part.inputs.ndim == 4
+        if pictures and (recipe.augment.mixup or recipe.augment.cutmix) and recipe.batch // share % 2:
+            raise ValueError(
+                f"mixup and cutmix mix pairs, but batch={recipe.batch} over {ranks} processes x "
+                f"accumulate={recipe.accumulate} leaves {recipe.batch // share} pictures each: make it even"
+            )
+        if min(recipe.hashing.samples, len(part)) < ranks:
+            raise ValueError(
+                f"hashing.samples={recipe.hashing.samples} leaves nothing for some of {ranks} processes"
+            )
         self.part = part.to(device) if isinstance(part, Arrays) else part
         self.steps = len(part) // recipe.batch
 
@@ -97,18 +107,24 @@ class Loader:
 def measured_batches(
     part: Arrays | Images, recipe: Recipe, device: torch.device, rank: int = 0, ranks: int = 1
 ) -> Iterator[Batch]:
-    """All test samples once, split over the processes."""
+    """All test samples once, split over the processes.
+
+    Every process gets as many, because they meet in every batch; what fills up has `IGNORED` targets.
+    """
     size = recipe.eval_batch or recipe.batch
-    mine = torch.arange(len(part))[rank::ranks]
-    rows = [mine[start : start + size] for start in range(0, len(mine), size)]
+    mine = torch.arange(rank, rank + len(part) + (-len(part)) % ranks, ranks)
+    rows = torch.split(mine.clamp(max=len(part) - 1), size)
+    counted = torch.split(mine < len(part), size)
     if isinstance(part, Arrays):
-        for index in rows:
-            inputs, targets = part.batch(index)
-            yield inputs.to(device), targets.to(device)
-        return
-    pictures = Pictures(part, _transform(recipe, training=False), recipe.seed, 0)
-    for inputs, targets in _data_loader(pictures, [r.tolist() for r in rows], recipe.data.workers, device):
-        yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+        batches: Any = map(part.batch, rows)
+    else:
+        pictures = Pictures(part, _transform(recipe, training=False), recipe.seed, 0)
+        batches = _data_loader(pictures, [row.tolist() for row in rows], recipe.data.workers, device)
+    for (inputs, targets), real in zip(batches, counted, strict=True):
+        inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+        if not real.all():
+            targets[~real.to(device)] = IGNORED
+        yield inputs, targets
 
 
 class Pictures(Dataset[tuple[Tensor, int]]):

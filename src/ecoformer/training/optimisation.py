@@ -50,11 +50,11 @@ class LearningRate:
             )
         else:
             self.scheduler = StepLRScheduler(optimiser, decay_t=total + 1, decay_rate=1.0, **common)
-        self.optimiser = optimiser
+        self.optimiser, self.warmup = optimiser, warmup
 
     def set(self, step: int) -> None:
-        """Set the rate for a step; warm-up begins above its start, so that the first step counts."""
-        self.scheduler.step_update(step + 1)
+        """Set the rate for a step: from above the warm-up's start to above the floor, so that all count."""
+        self.scheduler.step_update(step + 1 if step < self.warmup else step)
 
     @property
     def now(self) -> float:

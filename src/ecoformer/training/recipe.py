@@ -157,7 +157,9 @@ class Recipe(Section):
 def list_recipes() -> list[str]:
     """Names of the recipes that come with the package."""
     folder = resources.files("ecoformer.training") / "recipes"
-    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if ".yaml" in entry.name)
+    return sorted(
+        entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")
+    )
 
 
 def load_recipe(source: str, changes: Iterable[str] = ()) -> Recipe:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,21 @@ import torch
 from torch import nn
 
 import ecoformer
-from ecoformer.accounting import cost
 from ecoformer.checkpoints import load
 from ecoformer.data import load as load_data
 from ecoformer.data.splits import Arrays, Splits
-from ecoformer.training.building import example_of
+from ecoformer.training.devices import one_process_first
 from ecoformer.training.display import Display
 from ecoformer.training.loading import measured_batches
-from ecoformer.training.loop import Interrupted, Trainer, figures, judge
+from ecoformer.training.loop import Interrupted, Trainer
+from ecoformer.training.measuring import figures, judge
 from ecoformer.training.recipe import Recipe, changed, load_recipe
 from ecoformer.training.state import RunFolder, replace_text
 from ecoformer.training.tasks import Task
+
+
+class RunStopped(RuntimeError):
+    """A run met an error and has ended; its cause is the `__cause__`."""
 
 
 def load_splits(recipe: Recipe) -> Splits:
@@ -58,28 +62,32 @@ def train(
     if resume and folder.result_file.is_file() and folder.recipe() == recipe:
         finished: dict[str, Any] = json.loads(folder.result_file.read_text(encoding="utf-8"))
         return finished
-    splits = splits or load_splits(recipe)
-    board = folder.path / "tensorboard" if recipe.tensorboard else None
+    folder.check(recipe, resume=resume)
+    if splits is None:
+        shared = "cache" in recipe.data.options  # two processes must not write it at once
+        with one_process_first(device) if shared else nullcontext():
+            splits = load_splits(recipe)
+    first = os.environ.get("RANK", "0") == "0"
+    board = folder.path / "tensorboard" if recipe.tensorboard and first else None
+    display = Display(show=show and first, board=board)
+    trainer = Trainer(recipe, splits, folder, resume=resume, device=device, display=display)
     with _saying_how_to_go_on(folder):
-        display = Display(show=show, board=board)
-        trainer = Trainer(recipe, splits, folder, resume=resume, device=device, display=display)
-        began = time.perf_counter()
         measured = trainer.run()
         trainer.export()
-        result = _result(trainer, measured, time.perf_counter() - began)
-    if trainer.first:
-        replace_text(folder.result_file, json.dumps(result, indent=2) + "\n")
+        result = _result(trainer, measured)
+        if trainer.first:
+            replace_text(folder.result_file, json.dumps(result, indent=2) + "\n")
     return result
 
 
 def evaluate(
     model: nn.Module, recipe: Recipe, splits: Splits, *, device: str | torch.device = "cpu"
 ) -> dict[str, float]:
-    """Accuracy and loss of a model on a recipe's test data."""
+    """Accuracy and loss of a model on a recipe's test data, computed in the recipe's precision."""
     device = torch.device(device)
     model, task = model.to(device), Task(recipe, splits)
     test = splits.test.to(device) if isinstance(splits.test, Arrays) else splits.test
-    return figures(judge(model, task, measured_batches(test, recipe, device)))
+    return figures(judge(model, task, measured_batches(test, recipe, device), device))
 
 
 def evaluate_path(
@@ -98,26 +106,28 @@ def evaluate_path(
     if recipe is None and folder.path.is_file():
         raise ValueError(f"{path} is a checkpoint: say with --recipe on which data it is to be measured")
     chosen = changed(folder.recipe(), changes) if recipe is None else load_recipe(recipe, changes)
+    if recipe is None and not file.is_file():
+        raise FileNotFoundError(f"the run in {path} is not finished: train with --resume --out {path}")
     if not file.is_file():
         raise FileNotFoundError(f"there is no trained model {file}")
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return evaluate(load(file), chosen, load_splits(chosen), device=where)
 
 
-def _result(trainer: Trainer, measured: dict[str, float], seconds: float) -> dict[str, Any]:
-    recipe, splits = trainer.recipe, trainer.splits
-    model = trainer.bare if trainer.ema is None else trainer.ema.module
-    trained = trainer.progress.step * recipe.batch
+def _result(trainer: Trainer, measured: dict[str, float]) -> dict[str, Any]:
+    recipe, progress = trainer.recipe, trainer.progress
+    spent = progress.training_seconds
     return {
         "recipe": recipe.model_dump(mode="json"),
+        "changes": trainer.folder.changes(),
         "accuracy": measured["accuracy"],
-        "best_accuracy": trainer.progress.best,
+        "best_accuracy": progress.best,
         "test_loss": measured["loss"],
-        "steps": trainer.progress.step,
-        "samples_per_second": trained / trainer.progress.seconds if trainer.progress.seconds else None,
-        "seconds": seconds,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "cost": costs(model, recipe, splits),
+        "steps": progress.step,
+        "samples_per_second": progress.step * recipe.batch / spent if spent else None,
+        "seconds": progress.seconds,
+        "parameters": trainer.parameters,
+        "cost": trainer.cost,
         "processes": trainer.accelerator.num_processes,
         "hardware": _hardware(trainer.device),
         "versions": {
@@ -126,20 +136,6 @@ def _result(trainer: Trainer, measured: dict[str, float], seconds: float) -> dic
             "ecoformer": ecoformer.__version__,
         },
     }
-
-
-def costs(model: nn.Module, recipe: Recipe, splits: Splits) -> dict[str, Any]:
-    """Multiplications, additions and energy of one sample, as the paper counts and as executed."""
-    example: Any = example_of(recipe, splits)
-    if splits.kind == "pairs":
-        example = {"first": example[:, 0], "second": example[:, 1]}
-    found = {}
-    for accounting in ("paper", "exact"):
-        ledger = cost(model, example, accounting=accounting)
-        found[accounting] = {"mul": ledger.total.mul, "add": ledger.total.add, "energy_pj": ledger.energy_pj}
-        if ledger.uncounted:
-            found[accounting]["uncounted"] = len(ledger.uncounted)
-    return found
 
 
 def _hardware(device: torch.device) -> str:
@@ -153,12 +149,16 @@ def _saying_how_to_go_on(folder: RunFolder) -> Iterator[None]:
     """Errors that stop a run, in one line with what is left and what to do."""
     try:
         yield
-    except (FileExistsError, FileNotFoundError):
-        raise
-    except (Interrupted, OSError, FloatingPointError, RuntimeError) as error:
+    except Exception as error:
         steps = folder.steps()
-        if not steps:
-            raise
-        remedy = f"the state of step {steps[-1]} is kept: go on with --resume --out {folder.path}"
-        line = " ".join(str(error).split())
-        raise type(error)(f"{line[:400]}; {remedy}") from error
+        kept = f"the state of step {steps[-1]} is kept" if steps else "no checkpoint was written yet"
+        remedy = f"{kept} in {folder.path}; the same command with --resume goes on"
+        kind = Interrupted if isinstance(error, Interrupted) else RunStopped
+        raise kind(f"{_one_line(error)}; {remedy}") from error
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if any("Original Traceback" in line for line in lines):  # of a worker: its own message comes last
+        return lines[-1]
+    return " ".join(" ".join(lines).split())[:500]

@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ from ecoformer.training.recipe import Recipe, as_yaml, checked
 
 MANIFEST = "manifest.json"
 PROGRESS = "progress.safetensors"
+CHANGEABLE = {
+    *("about", "data.root", "data.workers", "optimiser.lr", "optimiser.clip", "precision"),
+    *("eval_batch", "save_every", "keep", "log_every", "tensorboard"),
+}
+"""What a run may be resumed with in another value: where data lie, and what helps against a loss of NaN."""
 
 
 @dataclass(frozen=True)
@@ -54,31 +60,46 @@ class RunFolder:
         return self.path / "result.json"
 
     @property
+    def changes_file(self) -> Path:
+        """What was changed in the recipe when the run was resumed."""
+        return self.path / "changes.txt"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
         return self.path / "checkpoints"
 
-    def check(self, recipe: Recipe, *, resume: bool) -> None:
-        """Refuse a folder that holds another run, or one that is not to go on."""
+    def check(self, recipe: Recipe, *, resume: bool) -> list[str]:
+        """Refuse a folder that holds another run, or one that is not to go on; returns what is changed."""
         if not self.recipe_file.exists():
-            if resume and not self.path.is_dir():
+            if resume and not _barely_begun(self.path):
                 raise FileNotFoundError(f"there is no run to resume in {self.path}: leave --resume out")
-            return
+            return []
         if not resume:
             raise FileExistsError(
                 f"{self.path} holds a run already: go on with --resume, or choose another --out"
             )
         differing = _differences(self.recipe().model_dump(mode="json"), recipe.model_dump(mode="json"))
-        if differing:
+        fixed = [line for name, line in differing.items() if name not in CHANGEABLE]
+        if fixed:
             raise ValueError(
-                f"{self.path} holds a run with another recipe ({', '.join(differing)}): resume with the same "
+                f"{self.path} holds a run with another recipe ({', '.join(fixed)}): resume with the same "
                 "values, or start a new run with --out"
             )
+        return list(differing.values())
 
-    def begin(self, recipe: Recipe) -> None:
+    def begin(self, recipe: Recipe, changes: Iterable[str] = ()) -> None:
         """Make the folder, and write down what the run is."""
         self.checkpoints.mkdir(parents=True, exist_ok=True)
+        for change in changes:
+            with self.changes_file.open("a", encoding="utf-8") as file:
+                file.write(change + "\n")
         replace_text(self.recipe_file, as_yaml(recipe))
+
+    def changes(self) -> list[str]:
+        """What was changed in the recipe when the run was resumed."""
+        file = self.changes_file
+        return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
 
     def recipe(self) -> Recipe:
         """The recipe of the run."""
@@ -99,13 +120,13 @@ class RunFolder:
         """Where a checkpoint is written before it is complete."""
         return self.checkpoints / f".writing-{step:09d}"
 
-    def newest_good(self) -> Path | None:
-        """The newest checkpoint whose files are as they were written; damaged ones are passed by."""
+    def newest_good(self) -> int | None:
+        """Step of the newest checkpoint whose files are as they were written; damaged ones are passed by."""
         for step in reversed(self.steps()):
             path = self.checkpoint(step)
             problem = damage(path)
             if problem is None:
-                return path
+                return step
             warnings.warn(f"checkpoint {path} is damaged ({problem}): an older one is taken", stacklevel=2)
         if self.steps():
             raise CheckpointError(
@@ -113,8 +134,15 @@ class RunFolder:
             )
         return None
 
-    def cut_metrics(self, step: int) -> None:
-        """Forget what was logged after `step`: it will be logged again."""
+    def go_back(self, step: int) -> None:
+        """Forget what came after `step`: damaged checkpoints, and what will be logged again."""
+        for later in self.steps():
+            if later > step:
+                path = self.checkpoint(later)
+                path.rename(path.with_name(f".damaged-{later:09d}-{secrets.token_hex(4)}"))
+        self._cut_metrics(step)
+
+    def _cut_metrics(self, step: int) -> None:
         if not self.metrics_file.exists():
             return
         kept = []
@@ -122,11 +150,7 @@ class RunFolder:
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line + "\n")
-            except (
-                ValueError,
-                KeyError,
-                TypeError,
-            ):  # the line that was being written when the run was killed
+            except (ValueError, KeyError, TypeError):  # it was being written when the run was killed
                 continue
         replace_text(self.metrics_file, "".join(kept))
 
@@ -147,19 +171,20 @@ def prepare(folder: RunFolder, step: int) -> Path:
 def complete(folder: RunFolder, step: int, keep: int) -> Path:
     """Give a written checkpoint its name, once all is on the disk; then remove those that are too old."""
     unfinished, path = folder.unfinished(step), folder.checkpoint(step)
+    if folder.metrics_file.exists():
+        _to_disk(folder.metrics_file)
     files = sorted(file for file in unfinished.rglob("*") if file.is_file())
     manifest = {str(file.relative_to(unfinished)): _checksum(file) for file in files}
     replace_text(unfinished / MANIFEST, json.dumps(manifest, indent=1))
-    for file in files:
-        _to_disk(file)
-    if path.exists():  # a run that was resumed at an older step writes this one again
-        shutil.rmtree(path)
+    for entry in (*files, *(entry for entry in unfinished.rglob("*") if entry.is_dir()), unfinished):
+        _to_disk(entry)
     unfinished.rename(path)
     _to_disk(folder.checkpoints)
     for old in folder.steps()[:-keep]:
         shutil.rmtree(folder.checkpoint(old), ignore_errors=True)
-    for left in folder.checkpoints.glob(".writing-*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for pattern in (".writing-*", ".damaged-*"):
+        for left in folder.checkpoints.glob(pattern):
+            shutil.rmtree(left, ignore_errors=True)
     return path
 
 
@@ -167,19 +192,21 @@ def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if PROGRESS not in manifest:
+            return f"{MANIFEST} does not name {PROGRESS}"
         for name, checksum in manifest.items():
             if not (path / name).is_file():
                 return f"{name} is missing"
             if _checksum(path / name) != checksum:
                 return f"{name} is not what was written"
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read: {type(error).__name__}"
     return None
 
 
-def write_progress(path: Path, progress: Mapping[str, Any], averaged: Mapping[str, Tensor]) -> None:
-    """Where the run stands, and the averaged weights if there are any."""
-    write(path / PROGRESS, averaged, progress)
+def write_progress(path: Path, progress: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Where the run stands, with tensors that Accelerate does not know of."""
+    write(path / PROGRESS, tensors, progress)
 
 
 def read_progress(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -214,10 +241,16 @@ def _to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def _differences(old: Any, new: Any, where: str = "") -> list[str]:
-    """Names of the values that differ."""
+def _barely_begun(path: Path) -> bool:
+    """Whether a folder is what a run leaves that is killed before it has written its recipe."""
+    return path.is_dir() and {entry.name for entry in path.iterdir()} <= {"checkpoints", ".recipe.yaml.part"}
+
+
+def _differences(old: Any, new: Any, where: str = "") -> dict[str, str]:
+    """The values that differ, by name."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
-        return [] if old == new else [f"{where}: {old!r} then, {new!r} now"]
-    names = sorted({*old, *new})
-    found = [_differences(old.get(name), new.get(name), f"{where}.{name}".lstrip(".")) for name in names]
-    return [line for lines in found for line in lines]
+        return {} if old == new else {where: f"{where}: {old!r} then, {new!r} now"}
+    found: dict[str, str] = {}
+    for name in sorted({*old, *new}):
+        found |= _differences(old.get(name), new.get(name), f"{where}.{name}".lstrip("."))
+    return found

@@ -37,6 +37,7 @@ class Task:
     def __init__(self, recipe: Recipe, splits: Splits) -> None:
         self.recipe, self.kind, self.masked = recipe, splits.kind, splits.masked
         self.mixup = _mixup(recipe, splits.classes) if splits.kind == "images" else None
+        self.per_token = splits.kind == "tokens"
 
     def training_batch(
         self, inputs: Tensor, targets: Tensor, generator: torch.Generator
@@ -45,7 +46,7 @@ class Task:
         if self.kind == "images":
             if not inputs.is_floating_point():
                 inputs = augment(inputs, generator, **self._pixels(), **self._changes())
-            if self.mixup is not None and len(inputs) % 2 == 0:
+            if self.mixup is not None:
                 mixed: tuple[Tensor, Tensor] = self.mixup(inputs, targets)
                 return mixed
             return inputs, targets
@@ -88,8 +89,11 @@ class Task:
         return {"pad": a.pad, "flip": a.flip, "erase": a.erase}
 
 
-def distillation_loss(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
-    """Kullback-Leibler divergence from the teacher's softened answers."""
+def distillation_loss(logits: Tensor, taught: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """Mean Kullback-Leibler divergence from the teacher's softened answers, over what is asked."""
+    if logits.ndim == 3:
+        asked = targets != IGNORED
+        logits, taught = logits[asked], taught[asked]
     student = F.log_softmax(logits.float() / temperature, dim=-1)
     teacher = F.log_softmax(taught.float() / temperature, dim=-1)
     return F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1).mean() * temperature**2
