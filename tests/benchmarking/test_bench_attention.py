@@ -13,6 +13,7 @@ from ecoformer import backends
 from ecoformer.attention import EcoAttention, PerformerAttention, SoftmaxAttention
 from ecoformer.benchmarking import attention, checking, crossover
 from ecoformer.benchmarking.attention import MECHANISMS, bench_attention, draw_inputs
+from ecoformer.benchmarking.backends import forced
 from ecoformer.benchmarking.operators import Setting, build_layer, flash_linear_attention, operators_of
 from ecoformer.benchmarking.results import Row, Run
 from ecoformer.benchmarking.timing import Timing
@@ -139,7 +140,8 @@ def test_every_backend_runs_by_its_own_name(monkeypatch):
 
     def listening(self, *args):
         seen.add(os.environ.get("ECOFORMER_BACKEND"))
-        return right(self, *args)
+        with forced("eager"):
+            return right(self, *args)
 
     monkeypatch.setattr(backends, "available", lambda device: ["one", "two"], raising=False)
     monkeypatch.setattr(EcoAttention, "attend", listening)

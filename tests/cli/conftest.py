@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -71,21 +72,33 @@ def things(tmp_path_factory):
     return folder
 
 
+class Done(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
 @pytest.fixture
-def cli(things, tmp_path, monkeypatch, capsys):
-    """Runs the command in a folder that holds only links to the things; gives status, stdout, stderr."""
-    for thing in things.iterdir():
-        (tmp_path / thing.name).symlink_to(thing)
+def run(tmp_path, monkeypatch, capsys):
+    """Runs the command in an empty folder."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments):
+    def command(*arguments, columns=120):
         capsys.readouterr()
+        monkeypatch.setenv("COLUMNS", str(columns))
         monkeypatch.setattr(sys, "argv", ["ecoformer", *map(str, arguments)])
         with pytest.raises(SystemExit) as end:
             main()
-        out, err = capsys.readouterr()
-        return SimpleNamespace(status=end.value.code or 0, out=out, err=err)
+        return Done(end.value.code or 0, *capsys.readouterr())
 
+    return command
+
+
+@pytest.fixture
+def cli(things, tmp_path, run):
+    """Runs the command in a folder that holds only links to the things."""
+    for thing in things.iterdir():
+        (tmp_path / thing.name).symlink_to(thing)
     return run
 
 

@@ -2,26 +2,19 @@
 
 import json
 import sys
+from functools import partial
 
 import pytest
 
 from ecoformer.attention import EcoAttention
-from ecoformer.cli import main
 
 QUICK = ("--seconds", "0.01", "--threads", "1")
 SMALL = ("--shape", "1,2,50,8")
 
 
 @pytest.fixture
-def cli(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["ecoformer", "bench", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
+def cli(run):
+    return partial(run, "bench")
 
 
 def test_attention(cli):

@@ -241,7 +241,7 @@ class TestSettings:
         refused("bert", "--local", "3x3", words=["local=(3, 3)", "height and width"])
 
     def test_values_are_numbers_where_they_can_be(self, convert):
-        done = convert("ours.safetensors", "--set", "bits=8", "--set", "bias=official", "--set", "support=5")
+        done = convert("ours.safetensors", "--set", "bits=8", "--set", "bias=official", "--set", "m=5")
         assert done.facts["config"] == {"bits": 8, "bias": "official", "support": 5}
         layers = [found.layer.attention for found in find_layers(done.model) if found.ours]
         assert [(layer.bias, layer.hasher.bits) for layer in layers] == [("official", 8)] * 3

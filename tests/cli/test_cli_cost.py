@@ -1,41 +1,27 @@
 """`ecoformer cost` and `ecoformer simulate` as a user meets them."""
 
 import json
-import sys
 
 import pytest
 
 import ecoformer
-from ecoformer.cli import main
 from ecoformer.models.text import TextEncoder
 
 
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["ecoformer", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
-
-
-def test_the_paper_s_figure(cli):
-    status, out, err = cli("cost", "pvt_v2_b0", "--attention", "eco", "--resolution", "224", "--json")
+def test_the_paper_s_figure(run):
+    status, out, err = run("cost", "pvt_v2_b0", "--attention", "eco", "--resolution", "224", "--json")
     assert (status, err) == (0, "")
     total = json.loads(out)["total"]
     assert (total["mul"], total["add"]) == (535392840, 564786176)
     assert total["energy_pj"] == pytest.approx(2.489261e9, rel=1e-6)
 
 
-def test_side_by_side(cli):
-    _, out, _ = cli("cost", "pvt_v2_b0", "--compare", "softmax,eco", "--json")
+def test_side_by_side(run):
+    _, out, _ = run("cost", "pvt_v2_b0", "--compare", "softmax,eco", "--json")
     both = json.loads(out)
     assert both["softmax"]["total"]["mul"] == 2015865904
     assert both["eco"]["total"]["mul"] == 535392840
-    _, out, _ = cli("cost", "pvt_v2_b0", "--compare", "softmax,eco", "--accounting", "exact")
+    _, out, _ = run("cost", "pvt_v2_b0", "--compare", "softmax,eco", "--accounting", "exact")
     assert [line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")] == [
         "softmax",
         "eco",
@@ -46,28 +32,28 @@ def rows_of(out):
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│" in line]
 
 
-def test_settings_go_to_the_mechanisms_that_have_them(cli):
+def test_settings_go_to_the_mechanisms_that_have_them(run):
     options = ("--compare", "softmax,linformer,eco", "--set", "k=16", "--set", "m=10", "--resolution", "64")
-    lines = cli("cost", "pvt_v2_b0", *options, "--csv")[1].splitlines()
+    lines = run("cost", "pvt_v2_b0", *options, "--csv")[1].splitlines()
     assert lines[0].startswith("attention,mul,add,")
     few = {line.split(",")[0]: int(line.split(",")[1]) for line in lines[1:]}
-    usual = json.loads(cli("cost", "pvt_v2_b0", *options[:2], "--resolution", "64", "--json")[1])
+    usual = json.loads(run("cost", "pvt_v2_b0", *options[:2], "--resolution", "64", "--json")[1])
     more = {name: ledger["total"]["mul"] - few[name] for name, ledger in usual.items()}
     rows = 2 * (256 + 2 * 64 + 5 * 16)  # tokens of all heads, two layers a stage
     assert more == {"softmax": 0, "linformer": rows * 240 * 129, "eco": rows * 15 * 18}
 
 
-def test_sweeps(cli):
-    _, out, _ = cli("cost", "pvt_v2_b0", "--compare", "softmax,eco", "--sweep", "resolution=64,224")
+def test_sweeps(run):
+    _, out, _ = run("cost", "pvt_v2_b0", "--compare", "softmax,eco", "--sweep", "resolution=64,224")
     assert [row[:3] for row in rows_of(out)] == [
         ["softmax", "64", "0.05"],
         ["softmax", "224", "2.02"],
         ["eco", "64", "0.04"],
         ["eco", "224", "0.54"],
     ]
-    points = json.loads(cli("cost", "pvt_v2_b0", "--attention", "eco", "--sweep", "m=25", "--json")[1])
+    points = json.loads(run("cost", "pvt_v2_b0", "--attention", "eco", "--sweep", "m=25", "--json")[1])
     assert points[0] | {"support": 25, "attention": "eco", "mul": 535392840, "uncounted": 0} == points[0]
-    lines = cli("cost", "pvt_v2_b0", "--sweep", "resolution=64,96", "--csv")[1].splitlines()
+    lines = run("cost", "pvt_v2_b0", "--sweep", "resolution=64,96", "--csv")[1].splitlines()
     assert [line.split(",")[:2] for line in lines] == [
         ["resolution", "attention"],
         ["64", "as it is"],
@@ -75,14 +61,14 @@ def test_sweeps(cli):
     ]
 
 
-def test_tokens_of_a_text_model(cli, tmp_path):
+def test_tokens_of_a_text_model(run, tmp_path):
     path = tmp_path / "text.safetensors"
     ecoformer.save(TextEncoder(attention="softmax", length=64, dim=16, hidden=8), path)
     sweep = ("--attention", "lsh_eco", "--set", "bits=4", "--sweep", "tokens=16,32", "--json")
-    one, two = json.loads(cli("cost", str(path), *sweep)[1])
+    one, two = json.loads(run("cost", str(path), *sweep)[1])
     assert (one["tokens"], two["tokens"]) == (16, 32)
     assert one["mul"] < two["mul"] < 2 * one["mul"]  # the head costs the same
-    single = json.loads(cli("cost", str(path), *sweep[:4], "--tokens", "16", "--json")[1])
+    single = json.loads(run("cost", str(path), *sweep[:4], "--tokens", "16", "--json")[1])
     assert single["total"]["mul"] == one["mul"]
 
 
@@ -117,19 +103,19 @@ def test_tokens_of_a_text_model(cli, tmp_path):
         (("simulate", "layer", "performer"), "softmax or eco"),
     ],
 )
-def test_mistakes(cli, arguments, message):
-    status, out, err = cli(*arguments)
+def test_mistakes(run, arguments, message):
+    status, out, err = run(*arguments)
     assert (status, out) == (1, "")
     assert message in err
     assert err.count("\n") == 1
 
 
-def test_simulated(cli):
+def test_simulated(run):
     operation = ("--rows", "16", "--inputs", "32", "--outputs", "3136", "--bits", "8x8")
-    facts = json.loads(cli("simulate", "fc", *operation, "--json")[1])
+    facts = json.loads(run("simulate", "fc", *operation, "--json")[1])
     assert facts["cycles"] == 20929
     assert facts["energy_nj"] == pytest.approx(62413.16, rel=1e-6)
-    assert "20,929 cycles (17,793 of them stalls)" in cli("simulate", "fc", *operation)[1]
-    assert json.loads(cli("simulate", "layer", "eco", "--json")[1])["cycles"] == pytest.approx(
+    assert "20,929 cycles (17,793 of them stalls)" in run("simulate", "fc", *operation)[1]
+    assert json.loads(run("simulate", "layer", "eco", "--json")[1])["cycles"] == pytest.approx(
         4.24e6, rel=1e-3
     )

@@ -2,29 +2,19 @@
 
 import importlib
 import json
-import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from ecoformer.accounting import cost
-from ecoformer.cli import main
 
 figure_command = importlib.import_module("ecoformer.cli.figure")  # the name in the package is the command
 
 
 @pytest.fixture
-def cli(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["ecoformer", "figure", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
+def cli(run):
+    return partial(run, "figure")
 
 
 @pytest.mark.parametrize(

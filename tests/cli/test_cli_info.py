@@ -6,38 +6,18 @@ import platform
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import ecoformer
-from ecoformer.cli import main
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
+from things import SMALL, TEXT  # noqa: E402
 
-SMALL = {"embed_dims": (8, 16, 24, 32), "num_heads": (1, 2, 3, 4), "depths": (1, 1, 1, 1), "num_classes": 5}
-TEXT = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-TEXT |= {"intermediate_size": 24, "max_position_embeddings": 20, "pad_token_id": 0}
 LAYERS = [f"stages.{stage}.blocks.0.attn" for stage in range(4)]
 COLUMNS = ["layer", "attention", "channels", "heads", "more"]
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-    def command(*arguments, columns=120):
-        capsys.readouterr()
-        monkeypatch.setenv("COLUMNS", str(columns))
-        monkeypatch.setattr(sys, "argv", ["ecoformer", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capsys.readouterr()
-        return SimpleNamespace(status=end.value.code or 0, out=out, err=err)
-
-    return command
 
 
 @pytest.fixture

@@ -1,25 +1,17 @@
 """`ecoformer simulate` as a user meets it."""
 
 import json
-import sys
+from functools import partial
 
 import pytest
 
 import ecoformer
-from ecoformer.cli import main
 from ecoformer.models.text import TextEncoder
 
 
 @pytest.fixture
-def cli(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["ecoformer", "simulate", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
+def cli(run):
+    return partial(run, "simulate")
 
 
 @pytest.fixture

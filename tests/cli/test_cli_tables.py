@@ -1,23 +1,14 @@
 """`ecoformer tables` as a user meets it."""
 
 import json
-import sys
+from functools import partial
 
 import pytest
 
-from ecoformer.cli import main
-
 
 @pytest.fixture
-def cli(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["ecoformer", "tables", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
+def cli(run):
+    return partial(run, "tables")
 
 
 def test_one_table_for_people(cli):

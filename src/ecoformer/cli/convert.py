@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 
 from ecoformer.checkpoints import save
 from ecoformer.cli.batches import sample_batch
+from ecoformer.cli.settings import parse_settings
 from ecoformer.cli.sources import open_model
 from ecoformer.conversion import convert as convert_model
 from ecoformer.conversion.verb import NOT_FITTED
@@ -92,18 +92,12 @@ def _check_target(target: Path, force: bool) -> None:
 
 
 def _config(settings: list[str], local: str | None) -> dict[str, Any]:
-    config: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals or not key.isidentifier():
-            raise ValueError(f"--set takes KEY=VALUE, got {setting!r}")
-        if key in ("model", "mechanism", "layers", "example") or (key == "local" and local is not None):
-            option = {"mechanism": "--attention", "layers": "--layers", "local": "--local"}.get(key, "IN")
+    config = parse_settings(settings)
+    options = {"mechanism": "--attention", "layers": "--layers", "local": "--local", "model": "IN"}
+    for key in config.keys() & (options.keys() | {"example"}):
+        if key != "local" or local is not None:
+            option = options.get(key, "IN")
             raise ValueError(f"--set takes arguments of the mechanism, and {key!r} is none: use {option}")
-        try:
-            config[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            config[key] = value
     if local is not None:
         sizes = local.lower().split("x")
         if not all(size.isascii() and size.isdigit() for size in sizes) or len(sizes) > 2:
