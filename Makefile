@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 .PHONY: demo test lint unit setup clean
 
 demo: setup
-	$(BIN)/python examples/hash_images.py
+	$(BIN)/ecoformer demo --out out/demo
 
 test: lint unit
 

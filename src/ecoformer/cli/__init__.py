@@ -14,6 +14,7 @@ from ecoformer.cli.convert import convert
 from ecoformer.cli.cost import cost
 from ecoformer.cli.figure import figure
 from ecoformer.cli.info import info
+from ecoformer.cli.report import demo, report
 from ecoformer.cli.simulate import simulate
 from ecoformer.cli.tables import tables
 from ecoformer.cli.train import evaluate, train
@@ -28,9 +29,11 @@ app = typer.Typer(
 )
 app.command()(convert)
 app.command()(cost)
+app.command()(demo)
 app.command("eval")(evaluate)
 app.command()(info)
 app.command()(train)
+app.command()(report)
 app.command()(tables)
 app.add_typer(bench, name="bench")
 app.add_typer(figure, name="figure")

@@ -1,0 +1,63 @@
+"""`ecoformer report`: a page on runs; `ecoformer demo`: the whole story on embedded data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from ecoformer.cli.console import plain_console
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of finished runs.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Its title.")] = "Runs",
+) -> None:
+    """Write one HTML page that compares runs: a table, pictures, and their recipes.
+
+    Example: `ecoformer report runs/softmax runs/eco --out report.html`
+    """
+    from ecoformer.report.page import render, table_rows, write_page
+    from ecoformer.report.runs import read_run
+
+    found = [read_run(path) for path in runs]
+    best = max(found, key=lambda run: run.accuracy)
+    lead = f"{len(found)} runs; {best.name} has the highest accuracy, {best.accuracy:.2%}."
+    write_page(out, render(title, lead, found, table_rows(found)))
+    typer.echo(str(out))
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder of the runs and the page.")] = Path("runs/demo"),
+    margin: Annotated[float, typer.Option(help="Accuracy that may be lost, 0 to 1.", min=0, max=1)] = 0.01,
+    change: Annotated[list[str] | None, typer.Option("--set", help="Change a value of the recipe.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Train a small softmax model on digits, make it an EcoFormer, and compare the two.
+
+    The exit status is 1 if hashed attention lost more accuracy than the margin.
+
+    Example: `ecoformer demo --out runs/demo`
+    """
+    from ecoformer.report.story import tell
+
+    def say(line: str) -> None:
+        if not as_json:
+            typer.echo(line)
+
+    story = tell(out, margin=margin, changes=tuple(change or ()), say=say, show=not as_json)
+    if as_json:
+        typer.echo(json.dumps(asdict(story) | {"page": str(story.page), "kept": story.kept}, indent=2))
+    else:
+        table = Table(*story.rows[0])
+        for row in story.rows:
+            table.add_row(*row.values())
+        plain_console().print(table)
+        typer.echo(str(story))
+        typer.echo(f"page: {story.page}")
+    raise typer.Exit(0 if story.kept else 1)
