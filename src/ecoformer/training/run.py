@@ -59,7 +59,7 @@ def train(
         splits: the data, if they are loaded already.
     """
     folder = RunFolder(Path(out))
-    if resume and folder.result_file.is_file() and folder.recipe() == recipe:
+    if resume and folder.is_finished() and folder.recipe() == recipe:
         finished: dict[str, Any] = json.loads(folder.result_file.read_text(encoding="utf-8"))
         return finished
     folder.check(recipe, resume=resume)

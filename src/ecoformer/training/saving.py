@@ -79,6 +79,8 @@ def read_checkpoint(trainer: Trainer) -> None:
             load_into(trainer.average.module, averaged, source=str(path))
     if trainer.first:
         trainer.folder.go_back(step)
+        if step:
+            state.tidy(trainer.folder, trainer.recipe.keep)
     trainer.accelerator.wait_for_everyone()
 
 

@@ -101,6 +101,10 @@ class RunFolder:
         file = self.changes_file
         return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
 
+    def is_finished(self) -> bool:
+        """Whether the run came to its end."""
+        return all(file.is_file() for file in (self.recipe_file, self.model_file, self.result_file))
+
     def recipe(self) -> Recipe:
         """The recipe of the run."""
         if not self.recipe_file.is_file():
@@ -180,12 +184,17 @@ def complete(folder: RunFolder, step: int, keep: int) -> Path:
         _to_disk(entry)
     unfinished.rename(path)
     _to_disk(folder.checkpoints)
-    for old in folder.steps()[:-keep]:
-        shutil.rmtree(folder.checkpoint(old), ignore_errors=True)
-    for pattern in (".writing-*", ".damaged-*"):
-        for left in folder.checkpoints.glob(pattern):
-            shutil.rmtree(left, ignore_errors=True)
+    tidy(folder, keep)
     return path
+
+
+def tidy(folder: RunFolder, keep: int) -> None:
+    """Remove checkpoints that are too old, damaged, or were never completed."""
+    left = [folder.checkpoint(old) for old in folder.steps()[:-keep]]
+    for pattern in (".writing-*", ".damaged-*"):
+        left += folder.checkpoints.glob(pattern)
+    for path in left:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def damage(path: Path) -> str | None:

@@ -1,0 +1,387 @@
+"""Whatever stops a run, the last good state stays, the message says what to do, and the run can go on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import warnings
+
+import pytest
+import torch
+from training_runs import MASKED, PICTURES, PLAIN, in_child, outcome, recipe, whole
+
+import ecoformer.training.run as run_module
+from ecoformer.storage import CheckpointError
+from ecoformer.training import interrupts, state, train
+from ecoformer.training.loading import Pictures
+from ecoformer.training.loop import Interrupted, Trainer
+from ecoformer.training.run import RunStopped
+from ecoformer.training.state import RunFolder
+
+REMEDY = "the same command with --resume goes on"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return recipe(PLAIN, folder=tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def finished(plain, tmp_path_factory):
+    """Folder of a run that nothing stopped."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    whole(plain, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(finished):
+    return outcome(finished)
+
+
+def in_step(monkeypatch, step, act):
+    """Call `act(trainer, loss)` for the loss of one step, and use what it returns."""
+    original = Trainer._loss
+
+    def changed(self, *args):
+        loss = original(self, *args)
+        return act(self, loss) if self.progress.step == step else loss
+
+    monkeypatch.setattr(Trainer, "_loss", changed)
+
+
+def stopped(chosen, folder, kind=RunStopped, **options):
+    with pytest.raises(kind) as caught:
+        train(chosen, folder, show=False, **options)
+    return str(caught.value)
+
+
+WRITES = {
+    "weights": (
+        "safetensors.torch.save_file",
+        RuntimeError("I/O error: No space left on device (os error 28)"),
+    ),
+    "optimiser": ("torch.save", RuntimeError("PytorchStreamWriter failed writing file")),
+    "progress": ("ecoformer.training.state.write", OSError(errno.ENOSPC, "No space left on device")),
+    "folder": ("pathlib.Path.mkdir", OSError(errno.ENOSPC, "No space left on device")),
+    "manifest": ("ecoformer.training.state.replace_text", OSError(errno.ENOSPC, "No space left on device")),
+    "sync": ("ecoformer.training.state._to_disk", OSError(errno.EIO, "Input/output error")),
+    "name": ("pathlib.Path.rename", OSError(errno.EIO, "Input/output error")),
+}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_a_write_that_fails(what, plain, expected, tmp_path, monkeypatch):
+    where, error = WRITES[what]
+    save = Trainer._save
+
+    def failing(self):
+        if self.progress.step != 4:
+            return save(self)
+        with monkeypatch.context() as patch:
+            patch.setattr(where, lambda *args, **kwargs: (_ for _ in ()).throw(error))
+            return save(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_save", failing)
+        message = stopped(plain, tmp_path / "run")
+    assert "the checkpoint of step 4 could not be written" in message
+    assert message.endswith(
+        f"the state of step 2 is kept in {tmp_path}/run; the same command with --resume goes on"
+    )
+    assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-000000002"]
+    assert whole(plain, tmp_path / "run", resume=True) == expected
+
+
+def test_files_that_cannot_grow(plain, expected, tmp_path):
+    said = tmp_path / "said"
+
+    def run():
+        try:
+            train(plain, tmp_path / "run", show=False)
+        except RunStopped as error:
+            said.write_text(str(error))
+
+    def before():
+        step = Trainer._step
+
+        def limited(self, parts):
+            if self.progress.step == 3:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+            step(self, parts)
+
+        Trainer._step = limited
+
+    assert in_child(run, before) == 0
+    assert "the checkpoint of step 4 could not be written" in said.read_text()
+    assert RunFolder(tmp_path / "run").newest_good() == 2
+    assert whole(plain, tmp_path / "run", resume=True) == expected
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "flipped": lambda c: flip(c / "model.safetensors"),
+    "optimiser flipped": lambda c: flip(c / "optimizer.bin"),
+    "truncated": lambda c: os.truncate(c / "optimizer.bin", 100),
+    "removed": lambda c: (c / "progress.safetensors").unlink(),
+    "no manifest": lambda c: (c / "manifest.json").unlink(),
+    "empty manifest": lambda c: (c / "manifest.json").write_text("{}"),
+    "odd manifest": lambda c: (c / "manifest.json").write_text("[1]"),
+    "emptied": lambda c: [p.unlink() for p in c.iterdir()],
+}
+
+
+def fail(trainer, loss):
+    raise RuntimeError("power cut")
+
+
+@pytest.fixture(scope="module")
+def cut_short(plain, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cut") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        in_step(patch, 5, fail)
+        stopped(plain, folder)
+    return folder
+
+
+@pytest.fixture
+def halfway(cut_short, tmp_path):
+    """A run with checkpoints of steps 4 and 5 that was stopped in step 6."""
+    folder = RunFolder(shutil.copytree(cut_short, tmp_path / "run"))
+    assert folder.steps() == [4, 5]
+    return folder
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_checkpoint(how, halfway, plain, expected):
+    DAMAGES[how](halfway.checkpoint(5))
+    with pytest.warns(UserWarning, match="step-000000005 is damaged .* an older one is taken"):
+        found = whole(plain, halfway.path, resume=True)
+    assert found == expected
+
+
+def test_a_damaged_checkpoint_does_not_push_out_a_good_one(halfway, tmp_path, monkeypatch):
+    single = recipe(PLAIN, "keep=1", folder=tmp_path)
+    flip(halfway.checkpoint(5) / "model.safetensors")
+    halfway.checkpoint(5).rename(halfway.checkpoint(7))
+
+    in_step(monkeypatch, 6, fail)
+    with pytest.warns(UserWarning, match="damaged"):
+        stopped(single, halfway.path, resume=True)
+    assert (halfway.steps(), halfway.newest_good()) == ([6], 6)
+
+
+def test_nothing_but_damaged_checkpoints(halfway, plain):
+    for step in halfway.steps():
+        flip(halfway.checkpoint(step) / "model.safetensors")
+    with pytest.warns(UserWarning, match="damaged"), pytest.raises(CheckpointError, match="every checkpoint"):
+        train(plain, halfway.path, resume=True, show=False)
+    assert halfway.steps() == [4, 5]
+
+
+def finite(folder, step):
+    tensors = state.read(folder.checkpoint(step) / "progress.safetensors")[0]
+    from safetensors.torch import load_file
+
+    weights = load_file(folder.checkpoint(step) / "model.safetensors")
+    return all(bool(torch.isfinite(x).all()) for x in (*tensors.values(), *weights.values()))
+
+
+def test_a_loss_that_is_not_a_number(plain, tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        in_step(patch, 4, lambda trainer, loss: loss * float("nan"))
+        message = stopped(plain, folder.path)
+    assert "became nan by step 5" in message
+    assert "--set optimiser.lr=0.001" in message
+    assert "the state of step 4 is kept" in message
+    assert folder.newest_good() == 4
+    assert finite(folder, 4)
+    slower = recipe(PLAIN, "optimiser.lr=0.001", folder=tmp_path)
+    result = train(slower, folder.path, resume=True, show=False)
+    assert result["changes"] == ["from step 4 on: optimiser.lr: 0.01 then, 0.001 now"]
+    lines = [json.loads(line) for line in folder.metrics_file.read_text().splitlines()]
+    rates = {line["step"]: line["lr"] for line in lines if line["split"] == "train"}
+    assert rates[3] == pytest.approx(0.01)
+    assert rates[7] < 0.001
+
+
+def test_weights_that_are_not_numbers_are_not_saved(plain, tmp_path, monkeypatch):
+    # The loss of step 4 is fine, its gradient is not: the weights are, when the checkpoint is due.
+    in_step(monkeypatch, 3, lambda trainer, loss: loss + (loss - loss.detach()) * float("inf"))
+    message = stopped(plain, tmp_path / "run")
+    assert "a loss or weight became nan by step 4" in message
+    assert RunFolder(tmp_path / "run").steps() == [2]
+
+
+def test_a_test_loss_that_is_not_a_number(plain, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "ecoformer.training.loop.figures", lambda sums: {"accuracy": 0.5, "loss": float("nan")}
+    )
+    assert "the test loss became nan by step 5" in stopped(plain, tmp_path / "run")
+    assert "NaN" not in (tmp_path / "run/metrics.jsonl").read_text()
+
+
+def test_an_error_with_a_constructor_of_its_own(plain, tmp_path, monkeypatch):
+    class Odd(RuntimeError):
+        def __init__(self, a, b):
+            super().__init__(f"{a}\n{b}")
+
+    def odd(trainer, loss):
+        raise Odd("one", "two")
+
+    in_step(monkeypatch, 1, odd)
+    message = stopped(plain, tmp_path / "with space")
+    assert message == f"one two; no checkpoint was written yet in {tmp_path}/with space; {REMEDY}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(number, tmp_path, monkeypatch):
+    chosen = recipe(MASKED, folder=tmp_path)
+    expected = whole(chosen, tmp_path / "whole")
+
+    def ask(trainer, loss):
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # torchrun passes on what the terminal sends as well
+        return loss
+
+    with monkeypatch.context() as patch:
+        in_step(patch, 4, ask)
+        message = stopped(chosen, tmp_path / "run", Interrupted)
+    assert message.startswith("stopped at step 5 of 9; the state of step 5 is kept")
+    assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
+    assert whole(chosen, tmp_path / "run", resume=True) == expected
+
+
+def test_a_second_signal_ends_at_once(plain, tmp_path):
+    def before():
+        interrupts.SAME = 0.0
+        loss = Trainer._loss
+
+        def ask(self, *args):
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return loss(self, *args)
+
+        Trainer._loss = ask
+
+    assert in_child(lambda: train(plain, tmp_path / "run", show=False), before) == -signal.SIGTERM
+
+
+def test_a_signal_at_the_last_step_is_too_late(plain, tmp_path, expected, monkeypatch):
+    def ask(trainer, loss):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return loss
+
+    in_step(monkeypatch, 6, ask)
+    assert whole(plain, tmp_path / "run") == expected
+
+
+@pytest.fixture
+def in_files(tmp_path):
+    """A recipe of pictures in files, decoded by a worker."""
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(0)
+    for part, count in (("train", 16), ("val", 5)):
+        for label in ("a", "b"):
+            (tmp_path / "pictures" / part / label).mkdir(parents=True)
+            for i in range(count):
+                pixels = torch.randint(0, 256, (40, 40, 3), dtype=torch.uint8, generator=generator).numpy()
+                Image.fromarray(pixels).save(tmp_path / "pictures" / part / label / f"{i}.png")
+    augment = {"size": 32, "flip": True, "erase": 0.3, "auto": "rand-m3", "jitter": 0.2, "mixup": 0.3}
+    data = {"name": "imagefolder", "root": str(tmp_path / "pictures"), "workers": 1}
+    return recipe(PICTURES | {"data": data, "augment": augment, "accumulate": 2}, folder=tmp_path)
+
+
+def test_a_lost_worker(in_files, tmp_path, monkeypatch):
+    expected = whole(in_files, tmp_path / "whole")
+    original = Pictures.__getitem__
+
+    def deadly(self, i):
+        if self.epoch == 1 and i == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, i)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pictures, "__getitem__", deadly)
+        message = stopped(in_files, tmp_path / "run")
+    assert "DataLoader worker" in message
+    assert "the state of step 4 is kept" in message
+    assert whole(in_files, tmp_path / "run", resume=True) == expected
+    none = recipe(in_files.model_dump(mode="json"), "data.workers=0", folder=tmp_path)
+    alone = whole(none, tmp_path / "alone")
+    assert (alone["model"], alone["metrics"]) == (expected["model"], expected["metrics"])
+
+
+def test_a_picture_that_cannot_be_read(in_files, tmp_path):
+    broken = tmp_path / "pictures/train/b/3.png"
+    broken.write_bytes(b"no picture")
+    message = stopped(in_files, tmp_path / "run")
+    assert message.startswith(f"ValueError: {broken} is no picture that Pillow can read")
+    assert "Traceback" not in message
+
+
+def test_a_finished_run_returns_at_once(plain, finished, monkeypatch):
+    monkeypatch.setattr(run_module, "load_splits", lambda recipe: pytest.fail("data were loaded"))
+    result = train(plain, finished, resume=True, show=False)
+    assert result == json.loads((finished / "result.json").read_text())
+    with pytest.raises(FileExistsError, match="holds a run already: go on with --resume"):
+        train(plain, finished, show=False)
+
+
+def test_killed_between_the_last_checkpoint_and_the_result(plain, finished, expected, tmp_path):
+    for name in ("result.json", "model.safetensors"):
+        shutil.copytree(finished, tmp_path / name)
+        (tmp_path / name / name).unlink()
+        assert whole(plain, tmp_path / name, resume=True) == expected
+
+
+def test_folders_without_a_run(plain, tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no run to resume"):
+        train(plain, tmp_path / "missing", resume=True, show=False)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.txt").write_text("mine")
+    with pytest.raises(FileNotFoundError, match="there is no run to resume"):
+        train(plain, tmp_path / "other", resume=True, show=False)
+    (tmp_path / "begun/checkpoints").mkdir(parents=True)
+    train(plain, tmp_path / "begun", resume=True, show=False)
+    assert outcome(tmp_path / "begun")["result"]["steps"] == 7
+
+
+def test_another_recipe_is_not_resumed(halfway, tmp_path):
+    other = recipe(PLAIN, "batch=4", "seed=3", folder=tmp_path)
+    with pytest.raises(ValueError, match=r"another recipe \(batch: 8 then, 4 now, seed: 0 then, 3 now\)"):
+        train(other, halfway.path, resume=True, show=False)
+
+
+def test_other_data_are_not_trained_on(halfway, plain):
+    splits = run_module.load_splits(plain)
+    fewer = type(splits)(splits.train.select(torch.arange(38)), splits.test, "tokens", 8, 17, 8)
+    with pytest.raises(ValueError, match="was trained on 40 samples, but the data now have 38"):
+        train(plain, halfway.path, resume=True, show=False, splits=fewer)
+
+
+def test_tensorboard_forgets_what_is_logged_again(tmp_path, monkeypatch):
+    chosen = recipe(PLAIN, "tensorboard=true", "save_every=100", "log_every=1", folder=tmp_path)
+
+    with monkeypatch.context() as patch:
+        in_step(patch, 6, fail)
+        stopped(chosen, tmp_path / "run")
+    train(chosen, tmp_path / "run", resume=True, show=False)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        events = EventAccumulator(str(tmp_path / "run/tensorboard"))
+        events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6, 7]
