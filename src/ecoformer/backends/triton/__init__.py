@@ -1,0 +1,53 @@
+"""Hashed attention in Triton, from tokens to output: two passes over the tokens, in causal order or without.
+
+docs/kernels.md describes the kernels. Where `TRITON_INTERPRET=1` was set before Triton was imported they run on
+the CPU, slowly, for tests.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ecoformer.backends.fused import Functions, HashFunctions
+from ecoformer.backends.triton.hashing import INTERPRETED
+from ecoformer.backends.triton.launch import backward, forward, kept
+
+__all__ = ["backward", "cannot", "forward", "kept"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WIDEST, _MOST = 128, 64
+
+
+def cannot(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    mask: Tensor | None,
+    functions: Functions,
+    *,
+    causal: bool,
+    needs_grad: bool,
+) -> str | None:
+    """Why the kernels cannot run, in a few words; None where they can."""
+    if not isinstance(functions, HashFunctions):
+        return "it has no kernel for hash functions by hyperplanes"
+    if causal and k is not None:
+        return "it has no kernel for causal order with keys of their own"
+    if q.dtype not in _DTYPES or v.dtype not in _DTYPES:
+        return "it takes fp32, bf16 and fp16"
+    if max(q.shape[-1], v.shape[-1]) > _WIDEST:
+        return f"it takes heads of at most {_WIDEST} channels"
+    if max(functions.weight.shape[-2:]) > _MOST:
+        return f"it takes at most {_MOST} bits and {_MOST} support samples"
+    return _no_device(v.device)
+
+
+def _no_device(device: torch.device) -> str | None:
+    if INTERPRETED.value:
+        return None if device.type == "cpu" else "Triton's interpreter runs on the CPU"
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "it needs a CUDA device"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs a GPU of compute capability 8.0 or newer"
+    return None

@@ -1,0 +1,185 @@
+# mypy: ignore-errors
+"""Backward kernels without causal order: the state's gradient first, then that of every token and value.
+
+With a_t = grad_t / below_t and e_t = -(a_t . out_t), the gradient of the state is the sum of
+h'_t [a_t, e_t]^T over the queries: it has the state's layout, the bias's share in its last row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ecoformer.backends.triton.hashing import (
+    dot,
+    load_codes,
+    load_functions,
+    load_keys,
+    load_tile,
+    product,
+    project_back,
+    store_tile,
+)
+from ecoformer.backends.triton.state import load_parts, load_state, store_state
+
+
+@triton.jit
+def reading_grad(grad, h, sums, ones, total, count, beta, PIECES: tl.constexpr, PRECISION: tl.constexpr):
+    """Of a tile: a_t, e_t, and S a_t (BLOCK, BB), the gradient of codes by way of the numerators."""
+    signs = h.to(tl.float32)
+    below = tl.sum(signs * ones[None, :], axis=1) + beta * count
+    inverse = tl.where(count == 0, 0.0, 1.0 / tl.where(count == 0, 1.0, below))
+    a = grad.to(tl.float32) * inverse[:, None]
+    to_codes = product(grad, tl.trans(sums), PIECES, PRECISION) * inverse[:, None]
+    e = -(tl.sum(signs * to_codes, axis=1) + beta * tl.sum(a * total[None, :], axis=1)) * inverse
+    return a, e, to_codes
+
+
+@triton.jit
+def gather_grad_tiles(
+    grad, grad_n, grad_c, codes, first, last, n, sums, ones, total, count, beta,
+    PIECES: tl.constexpr, PRECISION: tl.constexpr,
+    E: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the state from queries first ... last of a head."""
+    to_sums = tl.zeros((BB, BE), tl.float32)
+    to_ones = tl.zeros((BB,), tl.float32)
+    to_total = tl.zeros((BE,), tl.float32)
+    for start in range(first, last, BLOCK):
+        h = load_codes(codes, start, n, BITS, BB, BLOCK)
+        tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
+        a, e, _ = reading_grad(tile, h, sums, ones, total, count, beta, PIECES, PRECISION)
+        to_sums += product(tl.trans(h), a, PIECES, PRECISION)
+        to_ones += tl.sum(h.to(tl.float32) * e[:, None], axis=0)
+        to_total += beta * tl.sum(a, axis=0)
+    return to_sums, to_ones, to_total
+
+
+@triton.jit
+def token_grad_tiles(
+    grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, codes, to_x, to_v, to_weight,
+    first, last, n, support, mean, sigma, weight, head,
+    sums, ones, total, count, to_sums, to_ones, to_total, beta,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, VALUES: tl.constexpr,
+    WEIGHT: tl.constexpr, MASKED: tl.constexpr,
+    PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gradients of tokens first ... last, which are QUERIES, KEYS or both, of their values and of the weight."""
+    samples, lengths, middle, mix, scale = load_functions(
+        support, mean, sigma, weight, head, D, M, BITS, BD, BM, BB
+    )
+    to_mix = tl.zeros((BM, BB), tl.float32)
+    for start in range(first, last, BLOCK):
+        h = load_codes(codes, start, n, BITS, BB, BLOCK)
+        to_codes = tl.zeros((BLOCK, BB), tl.float32)
+        if QUERIES:
+            tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
+            _, e, to_codes = reading_grad(tile, h, sums, ones, total, count, beta, PIECES, PRECISION)
+            to_codes += e[:, None] * ones[None, :]
+        if KEYS:
+            keys = load_keys(mask, mask_n, start, n, MASKED, BLOCK)[:, None]
+            if TOKENS:
+                values = load_tile(v, start, n, v_n, v_c, E, BE, BLOCK)
+                more = product(values, tl.trans(to_sums), PIECES, PRECISION) + to_ones[None, :]
+                to_codes += tl.where(keys, more, 0.0)
+            if VALUES:
+                tile = product(h, to_sums, PIECES, PRECISION) + to_total[None, :]
+                store_tile(to_v, tl.where(keys, tile, 0.0), start, n, E, 1, E, BE, BLOCK)
+        if TOKENS:
+            tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
+            tile, features, to_y = project_back(
+                tokens, to_codes, samples, lengths, middle, mix, scale, PRECISION, GRAD_PRECISION
+            )
+            store_tile(to_x, tile, start, n, D, 1, D, BD, BLOCK)
+            if WEIGHT:
+                to_mix += dot(tl.trans(features), to_y, GRAD_PRECISION)
+    if WEIGHT:
+        sample, bit = tl.arange(0, BM)[:, None], tl.arange(0, BB)[None, :]
+        tl.store(to_weight + sample * BITS + bit, to_mix, mask=(sample < M) & (bit < BITS))
+
+
+@triton.jit
+def gather_grad(
+    grad, grad_b, grad_h, grad_n, grad_c, codes, state, partial, n, heads, parts, span, beta,
+    PIECES: tl.constexpr, PRECISION: tl.constexpr,
+    E: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program sums the state's gradient over one of `parts` stretches of a head."""
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    part = tl.program_id(0) % parts
+    batch, head = row // heads, row % heads
+    size = (BITS + 1) * (E + 1)
+    sums, ones, total, count = load_state(state + row * size, BITS, E, BB, BE)
+    first = part * span
+    to_sums, to_ones, to_total = gather_grad_tiles(
+        grad + batch * grad_b + head * grad_h, grad_n, grad_c, codes + row * n, first,
+        tl.minimum(first + span, n), n, sums, ones, total, count, beta, PIECES, PRECISION,
+        E, BITS, BE, BB, BLOCK,
+    )  # fmt: skip
+    partial += (row * parts + part) * size
+    store_state(partial, to_sums, to_ones, to_total, 0.0, BITS, E, BB, BE)
+
+
+@triton.jit
+def token_grad(
+    grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c,
+    mask, mask_b, mask_n, codes, state, partial, to_x, to_v, to_weight, support, mean, sigma, weight,
+    n, heads, grad_parts, parts, span, beta,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, VALUES: tl.constexpr,
+    WEIGHT: tl.constexpr, MASKED: tl.constexpr,
+    PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program computes the gradients of one of `parts` stretches of a head's tokens."""
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    part = tl.program_id(0) % parts
+    batch, head = row // heads, row % heads
+    size = (BITS + 1) * (E + 1)
+    sums, ones, total, count = load_state(state + row * size, BITS, E, BB, BE)
+    to_sums, to_ones, to_total, _ = load_parts(
+        partial + row * grad_parts * size, grad_parts, BITS, E, BB, BE
+    )
+    first = part * span
+    token_grad_tiles(
+        grad + batch * grad_b + head * grad_h, grad_n, grad_c, x + batch * x_b + head * x_h, x_n, x_c,
+        v + batch * v_b + head * v_h, v_n, v_c, mask + batch * mask_b, mask_n, codes + row * n,
+        to_x + row * n * D, to_v + row * n * E, to_weight + (row * parts + part) * (M * BITS),
+        first, tl.minimum(first + span, n), n, support, mean, sigma, weight, head,
+        sums, ones, total, count, to_sums, to_ones, to_total, beta,
+        QUERIES, KEYS, TOKENS, VALUES, WEIGHT, MASKED, PIECES, PRECISION, GRAD_PRECISION,
+        D, E, M, BITS, BD, BE, BM, BB, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def attend_back(
+    grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c,
+    mask, mask_b, mask_n, codes, state, to_x, to_v, to_weight, support, mean, sigma, weight,
+    n, heads, beta,
+    TOKENS: tl.constexpr, VALUES: tl.constexpr, WEIGHT: tl.constexpr, MASKED: tl.constexpr,
+    PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program does the whole backward of one head: short sequences in a single launch."""
+    row = tl.program_id(0).to(tl.int64)
+    batch, head = row // heads, row % heads
+    sums, ones, total, count = load_state(state + row * ((BITS + 1) * (E + 1)), BITS, E, BB, BE)
+    grad += batch * grad_b + head * grad_h
+    codes += row * n
+    to_sums, to_ones, to_total = gather_grad_tiles(
+        grad, grad_n, grad_c, codes, 0, n, n, sums, ones, total, count, beta, PIECES, PRECISION,
+        E, BITS, BE, BB, BLOCK,
+    )  # fmt: skip
+    token_grad_tiles(
+        grad, grad_n, grad_c, x + batch * x_b + head * x_h, x_n, x_c,
+        v + batch * v_b + head * v_h, v_n, v_c, mask + batch * mask_b, mask_n, codes,
+        to_x + row * n * D, to_v + row * n * E, to_weight + row * (M * BITS),
+        0, n, n, support, mean, sigma, weight, head,
+        sums, ones, total, count, to_sums, to_ones, to_total, beta,
+        True, True, TOKENS, VALUES, WEIGHT, MASKED, PIECES, PRECISION, GRAD_PRECISION,
+        D, E, M, BITS, BD, BE, BM, BB, BLOCK,
+    )  # fmt: skip

@@ -1,0 +1,85 @@
+# mypy: ignore-errors
+"""The state of a head in memory, (BITS + 1) x (E + 1) numbers as in `eager.py`, and sums over many of them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def store_state(
+    base, sums, ones, total, count, BITS: tl.constexpr, E: tl.constexpr, BB: tl.constexpr, BE: tl.constexpr
+):
+    """Write sums of h v^T (BB, BE), of h (BB,), of v (BE,), and the number of keys."""
+    bit, channel = tl.arange(0, BB), tl.arange(0, BE)
+    row, column = bit < BITS, channel < E
+    places = base + bit[:, None] * (E + 1) + channel[None, :]
+    tl.store(places, sums, mask=row[:, None] & column[None, :])
+    tl.store(base + bit * (E + 1) + E, ones, mask=row)
+    tl.store(base + BITS * (E + 1) + channel, total, mask=column)
+    tl.store(base + BITS * (E + 1) + E, count)
+
+
+@triton.jit
+def load_state(base, BITS: tl.constexpr, E: tl.constexpr, BB: tl.constexpr, BE: tl.constexpr):
+    """Read what `store_state` wrote."""
+    bit, channel = tl.arange(0, BB), tl.arange(0, BE)
+    row, column = bit < BITS, channel < E
+    places = base + bit[:, None] * (E + 1) + channel[None, :]
+    sums = tl.load(places, mask=row[:, None] & column[None, :], other=0.0)
+    ones = tl.load(base + bit * (E + 1) + E, mask=row, other=0.0)
+    total = tl.load(base + BITS * (E + 1) + channel, mask=column, other=0.0)
+    return sums, ones, total, tl.load(base + BITS * (E + 1) + E)
+
+
+@triton.jit
+def load_parts(base, parts, BITS: tl.constexpr, E: tl.constexpr, BB: tl.constexpr, BE: tl.constexpr):
+    """The sum of `parts` states that lie one after another."""
+    sums, ones, total, count = load_state(base, BITS, E, BB, BE)
+    for part in range(1, parts):
+        more, more_ones, more_total, more_count = load_state(
+            base + part * ((BITS + 1) * (E + 1)), BITS, E, BB, BE
+        )
+        sums += more
+        ones += more_ones
+        total += more_total
+        count += more_count
+    return sums, ones, total, count
+
+
+@triton.jit
+def add_parts(parts_ptr, out, parts, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sum (groups, parts, width) over the parts, in a fixed order, to (groups, width)."""
+    stretches = tl.cdiv(width, COLUMNS)
+    group = (tl.program_id(0) // stretches).to(tl.int64)
+    columns = tl.program_id(0) % stretches * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, parts, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        inside = (rows < parts)[:, None] & (columns < width)[None, :]
+        places = parts_ptr + (group * parts + rows)[:, None] * width + columns[None, :]
+        total += tl.sum(tl.load(places, mask=inside, other=0.0), axis=0)
+    tl.store(out + group * width + columns, total, mask=columns < width)
+
+
+@triton.jit
+def running_sums(states, steps, width, REVERSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Running sums along the middle axis of (groups, steps + 1, width), in place.
+
+    The first entry (the last, if REVERSE) is taken to be zero whatever it holds, and becomes zero.
+    """
+    stretches = tl.cdiv(width, COLUMNS)
+    group = (tl.program_id(0) // stretches).to(tl.int64)
+    columns = tl.program_id(0) % stretches * COLUMNS + tl.arange(0, COLUMNS)
+    carry = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, steps + 1, ROWS):
+        order = start + tl.arange(0, ROWS)
+        rows = order
+        if REVERSE:
+            rows = steps - order
+        inside = (order <= steps)[:, None] & (columns < width)[None, :]
+        places = states + (group * (steps + 1) + rows)[:, None] * width + columns[None, :]
+        entries = tl.load(places, mask=inside & (order > 0)[:, None], other=0.0)
+        tl.store(places, tl.cumsum(entries, axis=0) + carry[None, :], mask=inside)
+        carry += tl.sum(entries, axis=0)
