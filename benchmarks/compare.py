@@ -1,0 +1,144 @@
+"""One recipe for several mechanisms, seeds and settings: accuracy beside what a sample costs.
+
+    python benchmarks/compare.py cifar100_short --set data.root=data --mechanisms softmax eco --seeds 0 1
+    python benchmarks/compare.py recall --grid data.options.pairs=4,8,16 --mechanisms softmax eco:local=7
+
+Runs are separate processes of `ecoformer train`, as many at a time as `--at-once` says; those that are
+finished already are not run again. A result file is written after every run, so that a stopped comparison leaves one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from record import write_result
+
+import ecoformer
+
+HASHED = ("eco", "klsh_eco")
+"""Mechanisms that take the recipes' own options, bits and support."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A mechanism with its settings, a seed, and values of the grid."""
+
+    mechanism: str
+    seed: int
+    point: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        words = [self.mechanism, *(change.rpartition(".")[2] for change in self.point), str(self.seed)]
+        odd = {":": "-", "=": "", ",": "-", "/": "_", " ": ""}
+        return "-".join(words).translate(str.maketrans(odd))
+
+    def changes(self) -> list[str]:
+        name, _, settings = self.mechanism.partition(":")
+        own = [] if name in HASHED else ["attention.options={}"]
+        options = [f"attention.options.{setting}" for setting in settings.split(",") if setting]
+        return [f"attention.name={name}", *own, *options, f"seed={self.seed}", *self.point]
+
+
+def main() -> None:
+    options = _options()
+    points = list(itertools.product(*map(_values, options.grid)))
+    runs = [Run(m, s, p) for s in options.seeds for p in points for m in options.mechanisms]
+    waiting = list(runs)
+    running: dict[subprocess.Popen[bytes], Run] = {}
+    while waiting or running:
+        while waiting and len(running) < options.at_once:
+            run = waiting.pop(0)
+            if not (options.out / run.name / "result.json").is_file():
+                running[_start(run, options)] = run
+        for process in [p for p in running if p.poll() is not None]:
+            done = running.pop(process)
+            print(f"{done.name}: exit status {process.returncode}", flush=True)
+            _write(runs, options)
+        time.sleep(0.2)
+    for row in _write(runs, options):
+        print(f"{row['label']:<24} {row['point']} seed {row['seed']}  {row['accuracy']:.2%}")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe")
+    parser.add_argument("--out", type=Path, default=Path("out/runs"), help="folder of the runs")
+    parser.add_argument(
+        "--mechanisms",
+        nargs="+",
+        default=list(ecoformer.list_attentions()),
+        help="such as eco or eco:bits=8,local=3",
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--set", nargs="*", default=[], help="changes of the recipe, for all runs")
+    parser.add_argument("--grid", nargs="*", default=[], help="key=value,value,...: a run for each value")
+    parser.add_argument("--at-once", type=int, default=1)
+    parser.add_argument("--result", help="name of the result file; the recipe's by default")
+    return parser.parse_args()
+
+
+def _values(grid: str) -> list[str]:
+    key, _, values = grid.partition("=")
+    return [f"{key}={value}" for value in values.split(",")]
+
+
+def _start(run: Run, options: argparse.Namespace) -> subprocess.Popen[bytes]:
+    folder = options.out / run.name
+    flags = [flag for change in (*options.set, *run.changes()) for flag in ("--set", change)]
+    resume = ["--resume"] if (folder / "recipe.yaml").is_file() else []
+    command = [sys.executable, "-m", "ecoformer", "train", options.recipe, *flags, "--out", str(folder)]
+    options.out.mkdir(parents=True, exist_ok=True)
+    log = (options.out / f"{run.name}.log").open("ab")
+    environment = {"OMP_NUM_THREADS": "2"} | os.environ
+    return subprocess.Popen([*command, *resume], stdout=log, stderr=log, env=environment)
+
+
+def _write(runs: list[Run], options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = [row for run in runs if (row := _row(run, options.out / run.name)) is not None]
+    missing = [run.name for run in runs if not (options.out / run.name / "result.json").is_file()]
+    settings = {"recipe": options.recipe, "changes": options.set, "at_once": options.at_once}
+    write_result(
+        options.result or options.recipe, {"settings": settings, "rows": rows, "unfinished": missing}
+    )
+    return rows
+
+
+def _row(run: Run, folder: Path) -> dict[str, Any] | None:
+    file = folder / "result.json"
+    if not file.is_file():
+        return None
+    result = json.loads(file.read_text())
+    paper, exact = result["cost"]["paper"], result["cost"]["exact"]
+    course = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "mechanism": run.mechanism.partition(":")[0],
+        "label": run.mechanism,
+        "seed": run.seed,
+        "point": dict(change.split("=", 1) for change in run.point),
+        "accuracy": result["accuracy"],
+        "best_accuracy": result["best_accuracy"],
+        "test_loss": result["test_loss"],
+        "mul": paper["mul"],
+        "add": paper["add"],
+        "energy_pj": paper["energy_pj"],
+        "energy_exact_pj": exact["energy_pj"],
+        "parameters": result["parameters"],
+        "seconds": round(result["seconds"], 1),
+        "course": {f"{r['epoch']:g}": round(r["accuracy"], 4) for r in course if r["split"] == "test"},
+    }
+
+
+if __name__ == "__main__":
+    main()
