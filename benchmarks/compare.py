@@ -4,7 +4,8 @@
     python benchmarks/compare.py recall --grid data.options.pairs=4,8,16 --mechanisms softmax eco:local=7
 
 Runs are separate processes of `ecoformer train`, as many at a time as `--at-once` says; those that are
-finished already are not run again. A result file is written after every run, so that a stopped comparison leaves one.
+finished already are not run again. The result file is written anew after every run, so that a comparison that
+is stopped leaves one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Run:
     @property
     def name(self) -> str:
         words = [self.mechanism, *(change.rpartition(".")[2] for change in self.point), str(self.seed)]
-        odd = {":": "-", "=": "", ",": "-", "/": "_", " ": ""}
+        odd: dict[str, str | int | None] = {":": "-", "=": "", ",": "-", "/": "_", " ": ""}
         return "-".join(words).translate(str.maketrans(odd))
 
     def changes(self) -> list[str]:

@@ -1,0 +1,41 @@
+"""The page on results shows what the result files hold."""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGE = (ROOT / "docs" / "results.md").read_text()
+PRINTED = ROOT / "src" / "ecoformer" / "report" / "printed"
+
+
+def rows_of(name):
+    return json.loads((ROOT / "results" / f"{name}.json").read_text())["figures"]["rows"]
+
+
+def printed():
+    rows = {}
+    for table in ("cifar100_binarization", "cifar100_hash_functions", "cifar100_attentions"):
+        for row in csv.DictReader((PRINTED / f"{table}.csv").open()):
+            if row.get("model", "pvt_v2_b0") == "pvt_v2_b0":
+                rows[{"transformer": "softmax"}.get(row["method"], row["method"])] = row
+    return rows
+
+
+def test_every_mechanism_stands_beside_the_printed_figures():
+    paper = printed()
+    for row in rows_of("cifar100"):
+        other = paper[row["mechanism"]]
+        ours = rf"{100 * row['accuracy']:.2f} % \| {row['energy_pj'] / 1e9:.2f} mJ"
+        theirs = rf"{float(other['top1']):.2f} % \| {float(other['energy_bpj']):.2f} mJ"
+        assert re.search(rf"^\| {row['mechanism']}[^|]* \| {ours} \| {theirs} \|$", PAGE, re.MULTILINE), row
+
+
+def test_fine_tuning_is_shown_as_measured():
+    rows = rows_of("cifar100_finetuned")
+    for row in rows:
+        assert f"| {row['label']} | {100 * row['accuracy']:.2f} % |" in PAGE
+    by_label = {row["label"]: row["accuracy"] for row in rows}
+    gap = by_label["softmax, 10 more epochs"] - by_label["eco, taught by the softmax model"]
+    assert f"within {100 * gap:.2f} points" in PAGE
