@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import traceback
 import warnings
@@ -77,6 +78,15 @@ def recipe(base: dict, *changes: str, folder: Path) -> Recipe:
 
 def in_child(run, before=lambda: None) -> int:
     """Run a function in a copy of this process; returns its exit status, negative for a signal."""
+    return status_of(child(run, before))
+
+
+def status_of(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def child(run, before=lambda: None) -> int:
+    """Start a function in a copy of this process; returns its number."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
@@ -90,7 +100,7 @@ def in_child(run, before=lambda: None) -> int:
             traceback.print_exc()
         finally:
             os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return pid
 
 
 def die() -> None:
@@ -147,3 +157,18 @@ def outcome(folder: Path) -> dict:
 def whole(recipe: Recipe, folder: Path, **options) -> dict:
     train(recipe, folder, show=False, **options)
     return outcome(folder)
+
+
+def on_ranks(run, *, ranks: int = 2) -> list[int]:
+    """Run a function in copies of this process, as torchrun would start them; returns their exit statuses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def before(rank: int):
+        where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        where |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+        os.environ.update({name: str(value) for name, value in where.items()})
+
+    children = [child(lambda rank=rank: run(rank), lambda rank=rank: before(rank)) for rank in range(ranks)]
+    return [status_of(pid) for pid in children]

@@ -29,6 +29,10 @@ def make_accelerator(recipe: Recipe, device: str | None) -> Any:
         dynamo_backend="inductor" if recipe.compile else "no",
         step_scheduler_with_optimizer=False,
     )
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not is_sharded(accelerator):
+        raise ValueError(
+            "FSDP was asked for, but Accelerate splits weights over several GPUs only: launch without it"
+        )
     if recipe.ema and is_sharded(accelerator):
         raise ValueError(f"ema={recipe.ema} averages whole weights, but FSDP splits them: set ema=0")
     return accelerator

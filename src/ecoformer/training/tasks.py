@@ -70,8 +70,9 @@ class Task:
         if targets.is_floating_point():  # mixup has smoothed them already
             return F.cross_entropy(logits.float(), targets)
         logits, targets = _flat(logits, targets)
-        smoothing = self.recipe.smoothing
-        return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, label_smoothing=smoothing)
+        options: dict[str, Any] = {"ignore_index": IGNORED, "label_smoothing": self.recipe.smoothing}
+        total = F.cross_entropy(logits.float(), targets, reduction="sum", **options)
+        return total / (targets != IGNORED).sum().clamp(min=1)  # a part of a batch may ask for nothing
 
     def judge(self, logits: Tensor, targets: Tensor) -> Judgement:
         """Right answers and loss over a test batch."""
@@ -96,7 +97,8 @@ def distillation_loss(logits: Tensor, taught: Tensor, targets: Tensor, temperatu
         logits, taught = logits[asked], taught[asked]
     student = F.log_softmax(logits.float() / temperature, dim=-1)
     teacher = F.log_softmax(taught.float() / temperature, dim=-1)
-    return F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1).mean() * temperature**2
+    total = F.kl_div(student, teacher, reduction="sum", log_target=True)
+    return total / max(student.shape[:-1].numel(), 1) * temperature**2
 
 
 def _flat(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
