@@ -17,7 +17,7 @@ def rows_of(name):
 def printed():
     rows = {}
     for table in ("cifar100_binarization", "cifar100_hash_functions", "cifar100_attentions"):
-        for row in csv.DictReader((PRINTED / f"{table}.csv").open()):
+        for row in csv.DictReader((PRINTED / f"{table}.csv").read_text().splitlines()):
             if row.get("model", "pvt_v2_b0") == "pvt_v2_b0":
                 rows[{"transformer": "softmax"}.get(row["method"], row["method"])] = row
     return rows
