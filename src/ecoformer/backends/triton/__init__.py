@@ -1,7 +1,7 @@
 """Hashed attention in Triton, from tokens to output: two passes over the tokens, in causal order or without.
 
-docs/kernels.md describes the kernels. Where `TRITON_INTERPRET=1` was set before Triton was imported they run on
-the CPU, slowly, for tests.
+docs/kernels.md describes the kernels. Where `TRITON_INTERPRET=1` was set before Triton was imported they run
+on the CPU, slowly, for tests.
 """
 
 from __future__ import annotations

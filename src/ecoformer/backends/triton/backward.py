@@ -66,7 +66,7 @@ def token_grad_tiles(
     D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of tokens first ... last, which are QUERIES, KEYS or both, of their values and of the weight."""
+    """Gradients of tokens first ... last, QUERIES or KEYS or both, of their values and of the weight."""
     samples, lengths, middle, mix, scale = load_functions(
         support, mean, sigma, weight, head, D, M, BITS, BD, BM, BB
     )
@@ -139,9 +139,7 @@ def token_grad(
     batch, head = row // heads, row % heads
     size = (BITS + 1) * (E + 1)
     sums, ones, total, count = load_state(state + row * size, BITS, E, BB, BE)
-    to_sums, to_ones, to_total, _ = load_parts(
-        partial + row * grad_parts * size, grad_parts, BITS, E, BB, BE
-    )
+    to_sums, to_ones, to_total, _ = load_parts(partial + row * grad_parts * size, grad_parts, BITS, E, BB, BE)
     first = part * span
     token_grad_tiles(
         grad + batch * grad_b + head * grad_h, grad_n, grad_c, x + batch * x_b + head * x_h, x_n, x_c,

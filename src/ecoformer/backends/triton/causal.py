@@ -151,7 +151,7 @@ def causal_token_grad(
     D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block's tokens and values: from the state before it, from tokens after it, from itself."""
+    """Gradients of a block's tokens and values: from the state before, from tokens after, from itself."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
     batch, head = row // heads, row % heads

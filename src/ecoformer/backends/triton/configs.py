@@ -1,7 +1,7 @@
 """How kernels are launched: block sizes by default, or what `tune` measured, kept in the user's cache folder.
 
-Nothing is measured at import or in a call. `python -m ecoformer.backends.triton.tuning` does it once and writes
-a small JSON file, by device, Triton version and class of shapes.
+Nothing is measured at import or in a call: `tuning.tune` does it when it is asked to, and writes a small JSON
+file by device, Triton version and class of shapes.
 """
 
 from __future__ import annotations
@@ -56,14 +56,24 @@ class Sizes(NamedTuple):
         rows, tokens = (1 << (x - 1).bit_length() for x in (self.rows, self.tokens))
         return f"{dtype} r{rows} n{tokens} d{self.dim} e{self.value_dim} m{self.support} b{self.bits}"
 
+    @property
+    def bulk(self) -> int:
+        """Bytes that a token takes on the chip, roughly: anything but bf16 is widened there."""
+        widths = (self.dim, self.value_dim, self.support, self.bits)
+        padded = sum(max(16, 1 << (width - 1).bit_length()) for width in widths)
+        return padded * (2 if self.dtype == torch.bfloat16 else 4)
+
 
 _trials: dict[Step, Config] = {}
+_reduced: dict[tuple[Step, str], Config] = {}
 
 
 def choose(step: Step, sizes: Sizes, device: torch.device) -> Config:
-    """The configuration on trial, else the measured one, else the default."""
+    """The configuration on trial, else the one that was found to fit, the measured one, or the default."""
     if step in _trials:
         return _trials[step]
+    if (step, sizes.key) in _reduced:
+        return _reduced[step, sizes.key]
     if device.type == "cuda":
         found = measured().get(device_key(device), {}).get(sizes.key, {}).get(step)
         if found is not None:
@@ -71,21 +81,45 @@ def choose(step: Step, sizes: Sizes, device: torch.device) -> Config:
     return default(step, sizes)
 
 
+def reduce(step: Step, sizes: Sizes, config: Config) -> Config | None:
+    """A smaller configuration where a GPU has no room for this one, from now on; None if there is none."""
+    if config.stages > 1:
+        smaller = config._replace(stages=1)
+    elif config.block > 16:
+        smaller = config._replace(block=config.block // 2)
+    else:
+        return None
+    if step in _trials:
+        _trials[step] = smaller
+    else:
+        _reduced[step, sizes.key] = smaller
+    return smaller
+
+
 def default(step: Step, sizes: Sizes) -> Config:
-    """Tiles of about 8K numbers, several programs on every multiprocessor; whole heads if they are short."""
-    wide = max(sizes.dim, sizes.value_dim, sizes.support)
-    block = 128 if wide <= 64 else 64
-    if step == "token_grad":
-        block = 64
-    alone = sizes.tokens <= SHORT
-    if alone:
-        block = min(block, max(16, triton.next_power_of_2(sizes.tokens)))
-    return Config(block, 4, 2, 0 if alone and step in ("gather", "gather_grad") else 8)
+    """Smaller tiles and no pipeline for wide tokens; whole heads where they are short."""
+    light = sizes.bulk <= 400
+    backward = step in ("gather_grad", "token_grad")
+    block = 64 if light else 32
+    if step == "read":
+        block = 128 if light else 64
+    alone = sizes.tokens <= SHORT and step in ("gather", "gather_grad")
+    if sizes.tokens < block:
+        block = max(16, 1 << (sizes.tokens - 1).bit_length())
+    return Config(block, 4, 2 if light or not backward else 1, 0 if alone else 8)
 
 
-def causal_block(sizes: Sizes) -> int:
-    """Tokens of a causal block. Not measured: it decides the shape of what the backward is handed."""
-    return 128 if max(sizes.dim, sizes.value_dim) <= 64 and sizes.bits <= 32 else 64
+def causal_config(sizes: Sizes, device: torch.device) -> Config:
+    """For kernels in causal order. Not measured: the block decides the shape of what the backward gets."""
+    block = 128 if sizes.bulk <= 400 and _has_much_room(device) else 64 if sizes.bulk <= 800 else 32
+    return Config(block, 8 if block > 64 else 4, 1, 0)
+
+
+def _has_much_room(device: torch.device) -> bool:
+    """Whether a program may take as much shared memory as on data-centre GPUs."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0), (10, 3))
 
 
 @contextmanager
@@ -138,6 +172,4 @@ def remember(sizes: Sizes, device: torch.device, configs: dict[Step, Config]) ->
 
 def sizes_of(x: Tensor, v: Tensor, support: Tensor, bits: int) -> Sizes:
     """Sizes of tokens (B, H, N, D) with values (B, H, ., E)."""
-    return Sizes(
-        x.shape[0] * x.shape[1], x.shape[2], x.shape[3], v.shape[3], support.shape[1], bits, v.dtype
-    )
+    return Sizes(x.shape[0] * x.shape[1], x.shape[2], x.shape[3], v.shape[3], support.shape[1], bits, v.dtype)

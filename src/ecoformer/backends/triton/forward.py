@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Forward kernels without causal order: `gather` sums keys to a state, `read` reads it, `attend` does both."""
+"""Forward kernels without causal order: `gather` sums up keys, `read` reads the sums, `attend` does both."""
 
 from __future__ import annotations
 

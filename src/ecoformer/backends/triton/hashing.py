@@ -49,9 +49,7 @@ def product(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr):
             a = a - piece.to(tl.float32)
             piece = a.to(tl.bfloat16)
             total += dot(piece, b, PRECISION)
-    elif a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16:
-        total = dot(a, b, PRECISION)
-    elif a.dtype == tl.float16 and b.dtype == tl.float16:
+    elif a.dtype == b.dtype:
         total = dot(a, b, PRECISION)
     else:
         total = dot(a.to(tl.float32), b.to(tl.float32), PRECISION)
@@ -70,12 +68,8 @@ def whole_product(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def far(start):
-    """Where a tile begins, in 64 bits: offsets within a tile fit 32. Loops of the interpreter count in Python."""
-    if INTERPRETED:
-        place = start
-    else:
-        place = start.to(tl.int64)
-    return place
+    """Where a tile begins, in 64 bits; offsets within one fit 32. The interpreter's loops count in Python."""
+    return start if INTERPRETED else start.to(tl.int64)
 
 
 @triton.jit
@@ -180,7 +174,7 @@ def load_functions(
     BM: tl.constexpr,
     BB: tl.constexpr,
 ):
-    """A head's hash functions: support (BD, BM), its squared lengths, mean, weight (BM, BB), -log2(e) / 2 sigma.
+    """A head's support (BD, BM), its squared lengths, mean, weight (BM, BB), and -log2(e) / (2 sigma).
 
     Weights beyond M are zero, so that what the kernel gives there does not count.
     """

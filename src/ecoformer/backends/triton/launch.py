@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
+from triton.runtime.errors import OutOfResources  # type: ignore[import-untyped, unused-ignore]
 
-from ecoformer.backends.fused import Functions, HashFunctions, empty_out
+from ecoformer.backends.fused import CannotRun, Functions, HashFunctions, empty_out
 from ecoformer.backends.triton import backward as back
 from ecoformer.backends.triton import causal as ordered
 from ecoformer.backends.triton import forward as ahead
 from ecoformer.backends.triton import state as states
-from ecoformer.backends.triton.configs import Config, Sizes, Step, causal_block, choose, sizes_of
+from ecoformer.backends.triton.configs import Config, Sizes, Step, causal_config, choose, reduce, sizes_of
 
 HASH_PRECISION = "tf32x3"
-"""How two fp32 matrices are multiplied where codes hang on it: "tf32x3" (three products of tensor cores, about
-22 bits) or "ieee" (plain fp32 arithmetic)."""
+"""How fp32 matrices are multiplied where codes hang on it: "tf32x3" (three products on tensor cores, about 22
+bits) or "ieee" (plain fp32 arithmetic)."""
 _FEW_PARTS = 8
 """Partial states up to this number are added up by every reader; more of them by a launch of their own."""
 
+Result = TypeVar("Result")
 Needs = tuple[bool, bool, bool, bool]
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -60,7 +63,7 @@ class Call:
         self.width = (self.bits + 1) * (v.shape[-1] + 1)
         self.exact = {"PIECES": 3 if v.dtype == torch.float32 else 2, "PRECISION": HASH_PRECISION}
         self.masked = {"MASKED": mask is not None}
-        whole = float(beta).is_integer() and 0 <= beta and self.bits + beta <= 256
+        whole = float(beta).is_integer() and beta >= 0 and self.bits + beta <= 256
         self.whole = {"WHOLE": whole}
         self.reading = {
             "E": v.shape[-1], "BITS": self.bits, "BE": _padded(v.shape[-1]), "BB": _padded(self.bits)
@@ -89,10 +92,19 @@ class Call:
         """Block size and launch options."""
         return {"BLOCK": config.block, "num_warps": config.warps, "num_stages": config.stages}
 
+    def fitting(self, step: Step, x: Tensor, launch: Callable[[Config], Result]) -> Result:
+        """Launch with the step's configuration, or a smaller one if the GPU has no room for it."""
+        config: Config | None = self.config(step, x)
+        while config is not None:
+            try:
+                return launch(config)
+            except OutOfResources:
+                config = reduce(step, self.sizes(x), config)
+        raise CannotRun("the GPU has too little shared memory for its kernels")
+
     def causal_options(self, x: Tensor) -> dict[str, int]:
-        """The same in causal order."""
-        block = causal_block(self.sizes(x))
-        return {"BLOCK": block, "num_warps": 8 if block > 64 else 4, "num_stages": 1}
+        """Block size and launch options in causal order."""
+        return self.options(causal_config(self.sizes(x), self.device))
 
     def room(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An empty tensor on the call's device."""
@@ -128,7 +140,7 @@ def kept(
     """Room for what `forward` hands to the backward: packed codes and states."""
     call = Call(v, mask, functions, 0.0)
     if causal:
-        blocks = triton.cdiv(q.shape[2], causal_block(call.sizes(q)))
+        blocks = triton.cdiv(q.shape[2], causal_config(call.sizes(q), v.device).block)
         return [call.code_room(q), call.state_room(*v.shape[:2], blocks + 1)]
     codes = [call.code_room(x) for x in (q, k) if x is not None]
     return [*codes, call.state_room(*v.shape[:2])]
@@ -158,37 +170,51 @@ def forward(
 
 
 def _attend(call: Call, q: Tensor, out: Tensor, codes: Tensor, state: Tensor) -> None:
-    config = call.config("gather", q)
-    ahead.attend[(call.rows,)](
-        q, *q.stride(), call.v, *call.v.stride(), *call.mask, codes, state, out, *out.stride(),
-        *call.functions, q.shape[2], call.heads, call.beta,
-        **call.masked, **call.exact, **call.hashing, **call.options(config),
-    )  # fmt: skip
+    def launch(config: Config) -> None:
+        ahead.attend[(call.rows,)](
+            q, *q.stride(), call.v, *call.v.stride(), *call.mask, codes, state, out, *out.stride(),
+            *call.functions, q.shape[2], call.heads, call.beta,
+            **call.masked, **call.exact, **call.hashing, **call.options(config),
+        )  # fmt: skip
+
+    call.fitting("gather", q, launch)
 
 
 def _two_passes(call: Call, q: Tensor, k: Tensor | None, out: Tensor, saved: list[Tensor]) -> None:
-    x, codes, state = q if k is None else k, saved[-2], saved[-1]
-    n, config = x.shape[2], call.config("gather", x)
-    parts, span = call.stretches(config, n)
-    partial = state if parts == 1 else call.state_room(call.rows, parts)
-    ahead.gather[(call.rows * parts,)](
-        x, *x.stride(), call.v, *call.v.stride(), *call.mask, codes, partial, *call.functions,
-        n, call.heads, parts, span, **call.masked, **call.exact, **call.hashing, **call.options(config),
-    )  # fmt: skip
-    partial, state_parts = call.add_parts(partial, parts, state)
-    n, config = q.shape[2], call.config("read", q)
-    parts, span = call.stretches(config, n)
-    sizes = (n, call.heads, state_parts, parts, span, call.beta)
-    if k is None:
-        ahead.read[(call.rows * parts,)](
-            codes, partial, state, out, *out.stride(), *sizes,
-            **call.exact, **call.reading, **call.options(config),
+    partial, parts = _gather(call, q if k is None else k, saved[-2], saved[-1])
+
+    def launch(config: Config) -> None:
+        stretches, span = call.stretches(config, q.shape[2])
+        grid = (call.rows * stretches,)
+        sizes = (q.shape[2], call.heads, parts, stretches, span, call.beta)
+        if k is None:
+            ahead.read[grid](
+                saved[0], partial, saved[-1], out, *out.stride(), *sizes,
+                **call.exact, **call.reading, **call.options(config),
+            )  # fmt: skip
+        else:
+            ahead.hash_and_read[grid](
+                q, *q.stride(), saved[0], partial, saved[-1], out, *out.stride(), *call.functions, *sizes,
+                **call.exact, **call.hashing, **call.options(config),
+            )  # fmt: skip
+
+    call.fitting("read", q, launch)
+
+
+def _gather(call: Call, x: Tensor, codes: Tensor, state: Tensor) -> tuple[Tensor, int]:
+    """Codes of the keys, and partial states of every head and how many: one where there were many."""
+
+    def launch(config: Config) -> tuple[Tensor, int]:
+        parts, span = call.stretches(config, x.shape[2])
+        partial = state if parts == 1 else call.state_room(call.rows, parts)
+        ahead.gather[(call.rows * parts,)](
+            x, *x.stride(), call.v, *call.v.stride(), *call.mask, codes, partial, *call.functions,
+            x.shape[2], call.heads, parts, span,
+            **call.masked, **call.exact, **call.hashing, **call.options(config),
         )  # fmt: skip
-        return
-    ahead.hash_and_read[(call.rows * parts,)](
-        q, *q.stride(), saved[0], partial, state, out, *out.stride(), *call.functions, *sizes,
-        **call.exact, **call.hashing, **call.options(config),
-    )  # fmt: skip
+        return partial, parts
+
+    return call.add_parts(*call.fitting("gather", x, launch), state)
 
 
 def _causal_forward(call: Call, q: Tensor, out: Tensor, codes: Tensor, running: Tensor) -> None:
@@ -288,37 +314,47 @@ class _Back(Call):
 
     def _gather_grad(self, q: Tensor, codes: Tensor, state: Tensor) -> tuple[Tensor, int]:
         """Partial gradients of the state, and how many there are."""
-        n, config = q.shape[2], self.config("gather_grad", q)
-        parts, span = self.stretches(config, n)
-        partial = self.state_room(self.rows, parts)
-        back.gather_grad[(self.rows * parts,)](
-            self.grad, *self.grad.stride(), codes, state, partial,
-            n, self.heads, parts, span, self.beta, **self.exact, **self.reading, **self.options(config),
-        )  # fmt: skip
-        return self.add_parts(partial, parts, partial if parts <= _FEW_PARTS else self.state_room(self.rows))
+
+        def launch(config: Config) -> tuple[Tensor, int]:
+            parts, span = self.stretches(config, q.shape[2])
+            partial = self.state_room(self.rows, parts)
+            back.gather_grad[(self.rows * parts,)](
+                self.grad, *self.grad.stride(), codes, state, partial,
+                q.shape[2], self.heads, parts, span, self.beta,
+                **self.exact, **self.reading, **self.options(config),
+            )  # fmt: skip
+            return partial, parts
+
+        partial, parts = self.fitting("gather_grad", q, launch)
+        return self.add_parts(partial, parts, torch.empty_like(state))
 
     def _token_grad(
         self, x: Tensor, codes: Tensor, to_state: Tensor, grad_parts: int, queries: bool, keys: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        n, config = x.shape[2], self.config("token_grad", x)
-        parts, span = self.stretches(config, n)
-        to_x, weights, flags = self._room_for(x, parts, values=keys)
-        back.token_grad[(self.rows * parts,)](
-            *self._inputs(x), codes, self.saved[-1], to_state, *self._outputs(to_x, weights),
-            *self.functions, n, self.heads, grad_parts, parts, span, self.beta,
-            QUERIES=queries, KEYS=keys, **flags, **self.masked, **self._precisions(x), **self.hashing,
-            **self.options(config),
-        )  # fmt: skip
-        return to_x, self._weight(weights)
+        def launch(config: Config) -> tuple[Tensor | None, Tensor | None]:
+            parts, span = self.stretches(config, x.shape[2])
+            to_x, weights, flags = self._room_for(x, parts, values=keys)
+            back.token_grad[(self.rows * parts,)](
+                *self._inputs(x), codes, self.saved[-1], to_state, *self._outputs(to_x, weights),
+                *self.functions, x.shape[2], self.heads, grad_parts, parts, span, self.beta,
+                QUERIES=queries, KEYS=keys, **flags, **self.masked, **self._precisions(x), **self.hashing,
+                **self.options(config),
+            )  # fmt: skip
+            return to_x, self._weight(weights)
+
+        return self.fitting("token_grad", x, launch)
 
     def _attend_back(self, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        config = self.config("gather_grad", q)
         to_q, weights, flags = self._room_for(q, 1, values=True)
-        back.attend_back[(self.rows,)](
-            *self._inputs(q), *self.saved, *self._outputs(to_q, weights), *self.functions,
-            q.shape[2], self.heads, self.beta,
-            **flags, **self.masked, **self._precisions(q), **self.hashing, **self.options(config),
-        )  # fmt: skip
+
+        def launch(config: Config) -> None:
+            back.attend_back[(self.rows,)](
+                *self._inputs(q), *self.saved, *self._outputs(to_q, weights), *self.functions,
+                q.shape[2], self.heads, self.beta,
+                **flags, **self.masked, **self._precisions(q), **self.hashing, **self.options(config),
+            )  # fmt: skip
+
+        self.fitting("gather_grad", q, launch)
         return to_q, self._weight(weights)
 
     def _inputs(self, x: Tensor) -> list[Any]:

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The state of a head in memory, (BITS + 1) x (E + 1) numbers as in `eager.py`, and sums over many of them."""
+"""The state of a head in memory, (BITS + 1) x (E + 1) numbers as in `eager.py`, and sums over many."""
 
 from __future__ import annotations
 

@@ -1,0 +1,96 @@
+"""Measure which launch configurations are fastest for a call, and remember them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from triton.testing import do_bench  # type: ignore[import-untyped, unused-ignore]
+
+from ecoformer.backends.fused import CannotRun, HashFunctions
+from ecoformer.backends.triton import launch
+from ecoformer.backends.triton.configs import STEPS, Config, Step, choose, remember, sizes_of, trial
+
+_TILES = ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8), (256, 8))
+_STAGES = (1, 2, 3)
+_PER_SM = (0, 2, 4, 8, 16, 32)
+
+
+def tune(
+    q: Tensor,
+    v: Tensor,
+    functions: HashFunctions,
+    beta: float,
+    *,
+    backward: bool = True,
+    seconds: float = 60.0,
+    save: bool = True,
+) -> dict[Step, tuple[Config, float]]:
+    """Find configurations for self-attention of these shapes: one setting at a time, step by step.
+
+    Args:
+        q: tokens (B, H, N, D) on a CUDA device.
+        v: values (B, H, N, E).
+        functions: hash functions of all heads.
+        beta: as `forward` takes it.
+        backward: tune its steps too.
+        seconds: no further configuration is tried after that.
+        save: write what was found to `configs.cache_file()`.
+
+    Returns:
+        By step: the best configuration, and the milliseconds of the forward or backward that it is part of.
+    """
+    end = time.perf_counter() + seconds
+    sizes = sizes_of(q, v, functions.support, functions.weight.shape[-1])
+    works = {"forward": lambda: launch.forward(q, None, v, None, functions, beta, False)}
+    if backward:
+        out, saved = works["forward"]()
+        grad, needs = torch.randn_like(out), (True, False, True, False)
+        works["backward"] = lambda: launch.backward(  # type: ignore[assignment, return-value]
+            grad, q, None, v, None, functions, beta, False, saved, needs
+        )
+    best: dict[Step, tuple[Config, float]] = {}
+    for step in STEPS if backward else STEPS[:2]:
+        work = works["backward" if step.endswith("grad") else "forward"]
+        with trial(**{name: config for name, (config, _) in best.items()}):
+            # A step that one launch for both passes makes needless.
+            if step in ("read", "token_grad") and list(best.values())[-1][0].per_sm == 0:
+                continue
+            best[step] = _descend(step, choose(step, sizes, q.device), work, end)
+    if save:
+        remember(sizes, q.device, {step: config for step, (config, _) in best.items()})
+    return best
+
+
+def _descend(step: Step, start: Config, work: Callable[[], object], end: float) -> tuple[Config, float]:
+    best, fastest = start, _milliseconds(step, start, work)
+    for variants in (_tiles, _stages, _programs):
+        for config in variants(step, best):
+            if config != best and time.perf_counter() < end:
+                taken = _milliseconds(step, config, work)
+                if taken < fastest:
+                    best, fastest = config, taken
+    return best, fastest
+
+
+def _tiles(step: Step, config: Config) -> Iterator[Config]:
+    return (config._replace(block=block, warps=warps) for block, warps in _TILES)
+
+
+def _stages(step: Step, config: Config) -> Iterator[Config]:
+    return (config._replace(stages=stages) for stages in _STAGES)
+
+
+def _programs(step: Step, config: Config) -> Iterator[Config]:
+    alone = step in ("gather", "gather_grad")
+    return (config._replace(per_sm=count) for count in _PER_SM if count or alone)
+
+
+def _milliseconds(step: Step, config: Config, work: Callable[[], object]) -> float:
+    with trial(**{step: config}):
+        try:
+            return float(do_bench(work, warmup=5, rep=20, return_mode="median"))
+        except CannotRun:
+            return float("inf")

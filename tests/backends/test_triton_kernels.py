@@ -1,0 +1,406 @@
+"""Triton kernels against eager PyTorch: natively with `-m gpu`, on the CPU by `test_triton_interpreter.py`.
+
+All inputs are views without order in memory, in the middle of buffers full of NaN.
+"""
+
+import os
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from ecoformer.arguments import bias_value
+from ecoformer.backends import eager
+from ecoformer.backends.hashing import HashFunctions, Hyperplanes, codes, project
+from ecoformer.functional import sign_ste, unpack_codes
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+HALVES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
+
+pytestmark = [
+    *([] if INTERPRETED else [pytest.mark.gpu]),
+    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    pytest.importorskip("triton")
+    from ecoformer.backends import triton
+
+    return triton
+
+
+@pytest.fixture(scope="module")
+def configs():
+    pytest.importorskip("triton")
+    from ecoformer.backends.triton import configs
+
+    return configs
+
+
+class Case(NamedTuple):
+    n: int
+    dim: int = 16
+    value_dim: int = 16
+    bits: int = 16
+    support: int = 25
+    n_k: int | None = None
+    masked: bool = False
+    causal: bool = False
+    batch: int = 2
+    heads: int = 2
+
+
+class Inputs(NamedTuple):
+    q: torch.Tensor
+    k: torch.Tensor | None
+    v: torch.Tensor
+    mask: torch.Tensor | None
+    functions: HashFunctions
+    beta: float
+    causal: bool
+
+
+def embedded(x):
+    """The same numbers as a view (B, H, N, D) of a (B, N, H, D) buffer, with NaN on all sides."""
+    batch, heads, n, width = x.shape
+    buffer = x.new_full((batch, n + 2, heads, width + 3), torch.nan)
+    view = buffer[:, 1:-1, :, 1:-2].transpose(1, 2)
+    view.copy_(x)
+    return view
+
+
+def draw_tokens(shape, functions, dtype, generator):
+    """Tokens whose projections keep clear of 0 and ±1, where rounding decides about codes and gradients."""
+    x = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    y = project(x.double(), HashFunctions(*(f.double() for f in functions))).abs()
+    clear = ((y > 1e-3) & ((y - 1).abs() > 1e-3)).all(dim=-1)
+    for sample, good in zip(x.flatten(0, 1), clear.flatten(0, 1), strict=True):
+        assert good.any()
+        sample[~good] = sample[good][0]
+    return x
+
+
+def make(case, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape):
+        return torch.rand(shape, generator=generator)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    shape = (case.heads, case.support, case.dim)
+    functions = HashFunctions(
+        torch.nn.functional.normalize(normal(*shape), dim=-1),
+        0.2 + 0.2 * rand(*shape[:2]),
+        0.7 + 0.5 * rand(case.heads),
+        3 * normal(*shape[:2], case.bits) / case.support**0.5,
+    )
+    lead = (case.batch, case.heads)
+    q = draw_tokens((*lead, case.n, case.dim), functions, dtype, generator)
+    n_k = case.n_k or case.n
+    k = None if case.n_k is None else draw_tokens((*lead, n_k, case.dim), functions, dtype, generator)
+    v = normal(*lead, n_k, case.value_dim).to(dtype)
+    mask = None
+    if case.masked:
+        mask = rand(case.batch, n_k) < 0.4
+        mask[0] = True
+        mask = mask.repeat_interleave(2, dim=1)[:, ::2]
+    q, k, v = (None if x is None else embedded(x.to(DEVICE)) for x in (q, k, v))
+    functions = HashFunctions(*(f.to(DEVICE) for f in functions))
+    mask = None if mask is None else mask.to(DEVICE)
+    return Inputs(q, k, v, mask, functions, float(bias_value("paper", case.bits)), case.causal)
+
+
+def plain(inputs):
+    """Eager PyTorch with gradients: the same steps, in the dtype of the inputs."""
+    q, k, v, mask, functions, beta, causal = inputs
+
+    def hashed(x):
+        wide = x if x.dtype == torch.float64 else x.float()
+        return sign_ste(project(wide, functions)).to(x.dtype)
+
+    hq = hashed(q)
+    hk = hq if k is None else hashed(k)
+    wide = None if mask is None else mask[:, None].expand(v.shape[:-1])
+    if causal:
+        return eager.causal(hq, hk, v, wide, None, hq.shape[-1], beta, False)
+    return eager.read(hq, eager.sums(hk, v, wide, hq.shape[-1]), None, hq.shape[-1], beta, v.dtype)
+
+
+def leaves(inputs, dtype=None):
+    """Inputs that can be differentiated, and the list of them."""
+
+    def leaf(x):
+        return None if x is None else x.detach().to(dtype or x.dtype).clone().requires_grad_()
+
+    functions = HashFunctions(*(f.to(dtype or f.dtype) for f in inputs.functions))
+    functions = functions._replace(weight=leaf(functions.weight))
+    copy = inputs._replace(q=leaf(inputs.q), k=leaf(inputs.k), v=leaf(inputs.v), functions=functions)
+    return copy, [x for x in (copy.q, copy.k, copy.v, functions.weight) if x is not None]
+
+
+def by_autograd(inputs, grad, dtype=None):
+    copy, wanted = leaves(inputs, dtype)
+    out = plain(copy)
+    return [out.detach(), *torch.autograd.grad(out, wanted, grad.to(out.dtype))]
+
+
+def by_kernels(kernels, inputs, grad):
+    assert kernels.cannot(*inputs[:5], causal=inputs.causal, needs_grad=True) is None
+    out, saved = kernels.forward(*inputs)
+    needs = (True, inputs.k is not None, True, True)
+    found = kernels.backward(grad, *inputs, saved, needs)
+    return [out, *(x for x in found if x is not None)]
+
+
+def error(x, truth):
+    return float((x.double() - truth).norm() / max(float(truth.norm()), 1e-30))
+
+
+def check(kernels, case, dtype=torch.float32):
+    inputs = make(case, dtype)
+    grad = embedded(torch.randn(*inputs.q.shape[:3], case.value_dim).to(DEVICE, dtype))
+    truth = by_autograd(inputs, grad, torch.float64)
+    theirs = by_autograd(inputs, grad)
+    ours = by_kernels(kernels, inputs, grad)
+    names = ("out", "q", *(("k",) if inputs.k is not None else ()), "v", "weight")
+    scale = max(float(x.norm()) for x in truth[1:])
+    for name, x, y, true in zip(names, ours, theirs, truth, strict=True):
+        assert x.shape == true.shape
+        assert name == "weight" or x.dtype == dtype
+        assert x.isfinite().all(), name
+        # Gradients that are zero but for rounding are judged by the size of the others.
+        if float(true.norm()) < 1e-6 * scale:
+            assert float(x.norm()) < 1e-5 * scale, name
+        else:
+            assert error(x, true) <= 2 * error(y, true) + 8 * torch.finfo(torch.float32).eps, name
+
+
+CASES = [
+    Case(1, bits=1, support=1),
+    Case(63, dim=40, bits=8, masked=True),
+    Case(500, value_dim=40, batch=1),
+    Case(63, dim=96, value_dim=96, bits=33, support=64),
+    Case(63, dim=40, bits=33, n_k=50, masked=True),
+    Case(5, n_k=70, bits=16),
+    Case(1, causal=True),
+    Case(63, bits=8, causal=True),
+    Case(300, value_dim=40, masked=True, causal=True, batch=1),
+]
+THOROUGH = [
+    Case(3137, batch=1),
+    Case(3137, dim=32, value_dim=32, masked=True),
+    Case(3137, causal=True, batch=1),
+    Case(500, dim=96, value_dim=40, bits=33, support=1, masked=True),
+    Case(500, dim=40, value_dim=96, bits=33, support=64, causal=True),
+    Case(257, dim=128, value_dim=128, bits=64, support=64, causal=True, batch=1),
+    Case(257, dim=128, value_dim=128, bits=64, support=64, n_k=129, batch=1),
+    Case(500, bits=1, n_k=3137, batch=1),
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(c, marks=pytest.mark.slow) for c in THOROUGH)])
+def test_output_and_gradients(kernels, case):
+    check(kernels, case)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("case", [CASES[1], CASES[5], CASES[7]._replace(n=130)])
+def test_half_precision(kernels, case, dtype):
+    check(kernels, case, dtype)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter cuts fp32 to bf16 where hardware rounds")
+@pytest.mark.parametrize("case", [Case(3137, dim=64, value_dim=64, masked=True), Case(1000, causal=True)])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision_of_long_sequences(kernels, case, dtype):
+    check(kernels, case, dtype)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="natively `test_half_precision` tests it")
+def test_bf16_by_the_interpreter(kernels):
+    inputs = make(Case(40, bits=8), torch.bfloat16)
+    grad = torch.randn(2, 2, 40, 16).bfloat16()
+    for x, true in zip(
+        by_kernels(kernels, inputs, grad), by_autograd(inputs, grad, torch.float64), strict=True
+    ):
+        assert error(x, true) < 2**-7
+
+
+@pytest.mark.parametrize("per_sm", [1, 3, 12])
+def test_however_tokens_are_cut(kernels, configs, per_sm):
+    inputs = make(Case(500, batch=1, heads=1))
+    grad = torch.randn(1, 1, 500, 16).to(DEVICE)
+    # On the CPU a "GPU" has one multiprocessor; 12 stretches are more than a reader adds up itself.
+    config = configs.Config(16 if per_sm == 12 else 64, 4, 2, per_sm)
+    with configs.trial(gather=config, read=config, gather_grad=config, token_grad=config):
+        results = by_kernels(kernels, inputs, grad)
+    for x, true in zip(results, by_autograd(inputs, grad, torch.float64), strict=True):
+        assert error(x, true) < 2e-6
+
+
+@pytest.mark.parametrize("case", [Case(300, heads=1), Case(90, causal=True), Case(40, n_k=60)])
+def test_repeated_runs_are_equal(kernels, case):
+    inputs = make(case)
+    grad = torch.randn(*inputs.q.shape[:3], case.value_dim).to(DEVICE)
+    first = by_kernels(kernels, inputs, grad)
+    for _ in range(1 if INTERPRETED else 20):
+        for x, y in zip(first, by_kernels(kernels, inputs, grad), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_codes_and_sums_of_whole_numbers_are_exact(kernels):
+    inputs = make(Case(200, bits=16))
+    values = torch.randint(-1000, 1001, inputs.v.shape, device=DEVICE).float()
+    _, (packed, state) = kernels.forward(*inputs._replace(v=values))
+    h = codes(inputs.q, inputs.functions)
+    assert packed.dtype == torch.int16
+    assert torch.equal(unpack_codes(packed), h)
+    assert torch.equal(state, eager.sums(h.double(), values.double(), None, 16).float())
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(1, torch.int16), (17, torch.int32), (64, torch.int64)])
+def test_width_of_packed_codes(kernels, bits, dtype):
+    inputs = make(Case(20, bits=bits, batch=1))
+    packed = kernels.forward(*inputs)[1][0]
+    assert packed.dtype == dtype
+    assert torch.equal(unpack_codes(packed, bits), codes(inputs.q, inputs.functions))
+
+
+@pytest.mark.parametrize("case", [Case(40), Case(40, n_k=30), Case(300, causal=True), Case(40, masked=True)])
+def test_room_is_as_announced(kernels, case):
+    inputs = make(case)
+    announced = kernels.kept(*inputs[:5], inputs.causal)
+    for room, tensor in zip(announced, kernels.forward(*inputs)[1], strict=True):
+        assert (room.shape, room.dtype, room.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
+
+
+@pytest.mark.parametrize("what", ["q", "v"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_nan_stays_in_its_sample(kernels, what, causal):
+    inputs = make(Case(200, causal=causal, batch=3, heads=1))
+    grad = torch.randn(3, 1, 200, 16).to(DEVICE)
+    clean = by_kernels(kernels, inputs, grad)[:-1]
+    getattr(inputs, what)[1, :, 150] = torch.nan
+    spoilt = by_kernels(kernels, inputs, grad)[:-1]
+    assert spoilt[0][1, :, 150:].isnan().all()
+    for x, y in zip(clean, spoilt, strict=True):
+        assert torch.equal(x[::2], y[::2])
+
+
+def test_a_length_that_overflows_is_nan(kernels):
+    inputs = make(Case(20, batch=1))
+    inputs.q[0, 0, 3] = 1e30
+    out = kernels.forward(*inputs)[0]
+    assert out[0, 0].isnan().all()
+    assert out[0, 1].isfinite().all()
+
+
+def test_nan_of_a_query_stays_there(kernels):
+    inputs = make(Case(20, n_k=30, batch=1))
+    clean = kernels.forward(*inputs)[0]
+    inputs.q[0, 0, 7] = torch.nan
+    out = kernels.forward(*inputs)[0]
+    assert out[0, 0, 7].isnan().all()
+    out[0, 0, 7] = clean[0, 0, 7]
+    assert torch.equal(out, clean)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_may_hold_anything(kernels, causal):
+    inputs = make(Case(150, masked=True, causal=causal))
+    grad = torch.randn(2, 2, 150, 16).to(DEVICE)
+    padding = inputs.mask[:, None].expand(2, 2, 150)
+    clean = by_kernels(kernels, inputs, grad)
+    inputs.v[padding] = torch.nan
+    for x, y in zip(clean, by_kernels(kernels, inputs, grad), strict=True):
+        assert torch.equal(x, y)
+    inputs.q[padding] = torch.nan
+    out = kernels.forward(*inputs)[0]
+    assert torch.equal(out[~padding], clean[0][~padding])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_zero_token_gets_its_gradient(kernels, causal):
+    inputs = make(Case(33, batch=1, heads=1, causal=causal))
+    inputs.q[0, 0, 5] = 0
+    grad = torch.randn(1, 1, 33, 16).to(DEVICE)
+    ours, theirs = by_kernels(kernels, inputs, grad), by_autograd(inputs, grad)
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+    assert ours[1][0, 0, 5].abs().max() > 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_nothing_but_padding_reads_zero(kernels, causal):
+    inputs = make(Case(70, masked=True, causal=causal))
+    out, to_q, to_v, _ = by_kernels(kernels, inputs, torch.ones(2, 2, 70, 16, device=DEVICE))
+    assert not out[0].any()
+    assert not to_q[0].any()
+    assert not to_v[0].any()
+
+
+@pytest.mark.parametrize(
+    "needs", [(True, True, False, False), (False, False, True, False), (False,) * 3 + (True,)]
+)
+@pytest.mark.parametrize("n_k", [None, 40])
+def test_only_what_is_needed(kernels, needs, n_k):
+    inputs = make(Case(50, n_k=n_k, heads=1))
+    needs = (needs[0], needs[1] and n_k is not None, *needs[2:])
+    grad = torch.randn(2, 1, 50, 16).to(DEVICE)
+    saved = kernels.forward(*inputs)[1]
+    everything = kernels.backward(grad, *inputs, saved, (True, n_k is not None, True, True))
+    found = kernels.backward(grad, *inputs, saved, needs)
+    for x, y, needed in zip(found, everything, needs, strict=True):
+        if needed:
+            torch.testing.assert_close(x, y)
+        else:
+            assert x is None
+
+
+def test_a_bias_that_is_no_whole_number(kernels):
+    inputs = make(Case(100, causal=True))._replace(beta=17.3)
+    grad = torch.randn(2, 2, 100, 16).to(DEVICE)
+    for x, true in zip(
+        by_kernels(kernels, inputs, grad), by_autograd(inputs, grad, torch.float64), strict=True
+    ):
+        assert error(x, true) < 2e-6
+
+
+def test_what_it_cannot_do(kernels):
+    inputs = make(Case(20, n_k=30))
+
+    def reason(causal=False, **changes):
+        return kernels.cannot(*inputs._replace(**changes)[:5], causal=causal, needs_grad=False)
+
+    assert reason() is None
+    assert "causal" in reason(causal=True)
+    assert "hyperplanes" in reason(functions=Hyperplanes(torch.zeros(2, 16, 16)))
+    assert "fp32" in reason(q=inputs.q.double())
+    assert "channels" in reason(v=torch.zeros(2, 2, 30, 129, device=DEVICE))
+    wide = inputs.functions._replace(weight=torch.zeros(2, 25, 65, device=DEVICE))
+    assert "bits" in reason(functions=wide)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs the memory and the speed of a GPU")
+def test_offsets_beyond_32_bits(kernels):
+    n = 1 << 20
+    inputs = make(Case(64, dim=64, value_dim=64, batch=1, heads=8))
+    q, v = (x.repeat(1, 1, n // 64, 1).half() for x in (inputs.q, inputs.v))
+    buffer = torch.empty(1, n, 5, 8, 64, dtype=torch.float16, device=DEVICE)
+    buffer[:, :, 0], buffer[:, :, 4] = q.transpose(1, 2), v.transpose(1, 2)
+    q, v = buffer[:, :, 0].transpose(1, 2), buffer[:, :, 4].transpose(1, 2)
+    assert (n - 1) * q.stride(2) > 2**31
+    long = inputs._replace(q=q, v=v)
+    short = inputs._replace(q=inputs.q.half(), v=inputs.v.half())
+    out, saved = kernels.forward(*long)
+    expected = kernels.forward(*short)[0]
+    torch.testing.assert_close(out[:, :, -64:], expected, rtol=2e-3, atol=2e-3)
+    grad = torch.randn_like(expected).repeat(1, 1, n // 64, 1)
+    to_q, _, to_v, _ = kernels.backward(grad, *long, saved, (True, False, True, False))
+    torch.testing.assert_close(to_q[:, :, :64], to_q[:, :, -64:])
+    torch.testing.assert_close(to_v[:, :, :64], to_v[:, :, -64:])
