@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ecoformer.backends.hashing import Hyperplanes, project
 from ecoformer.functional import Surrogate
 from ecoformer.hashing.base import Hasher
 from ecoformer.hashing.kernel import unit_length
@@ -64,7 +65,12 @@ class LshHasher(_DrawnHasher):
 
     def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
         """Unit tokens' products with the hyperplanes' normals."""
-        return unit_length(tokens) @ self.planes.to(tokens.dtype)
+        return project(tokens, Hyperplanes(self.planes))
+
+    def functions(self) -> Hyperplanes | None:
+        """The hyperplanes."""
+        known = type(self).project is LshHasher.project
+        return Hyperplanes(self.planes) if known and self._bare() else None
 
 
 class SignHasher(_DrawnHasher):

@@ -1,22 +1,20 @@
-"""Hashed attention on the CPU, compiled by numba: inference in fp32, by buckets and tables."""
+"""Hashed attention on the CPU, compiled by numba: inference, by buckets and tables.
+
+numba is imported by the first call, and compiles then or reads what an earlier process compiled.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import cache
 
 from torch import Tensor
 
+from ecoformer.backends.fused import CannotRun
 from ecoformer.backends.hashing import Functions
 
 __all__ = ["backward", "cannot", "forward", "kept"]
-
-
-@cache
-def _missing() -> str | None:
-    if importlib.util.find_spec("numba") is None:
-        return "numba is not installed: pip install 'ecoformer[cpu]'"
-    return None
 
 
 def cannot(
@@ -31,7 +29,50 @@ def cannot(
 ) -> str | None:
     """Why this call cannot be run; None where it can."""
     if q.device.type != "cpu":
-        return f"tokens are on {q.device.type}"
-    if _missing() is not None:
-        return _missing()
-    return "not written yet"
+        return f"it runs on the CPU, tokens are on {q.device.type}"
+    if not _installed():
+        return "numba is not installed: pip install 'ecoformer[cpu]'"
+    return "it has no gradient" if needs_grad else None
+
+
+@cache
+def _installed() -> bool:
+    return importlib.util.find_spec("numba") is not None
+
+
+def forward(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    mask: Tensor | None,
+    functions: Functions,
+    beta: float,
+    causal: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """The output, and nothing for a backward."""
+    return _attend()(q, k, v, mask, functions, beta, causal), []
+
+
+@cache
+def _attend() -> Callable[..., Tensor]:
+    """The kernels, compiled or read from numba's cache."""
+    try:
+        from ecoformer.backends.cpu.launch import attend, compile_kernels
+
+        compile_kernels()
+    except Exception as error:  # whatever numba stumbles over, eager still runs
+        line = " ".join(str(error).split())[:200]
+        raise CannotRun(f"numba cannot compile its kernels ({type(error).__name__}: {line})") from error
+    return attend
+
+
+def kept(
+    q: Tensor, k: Tensor | None, v: Tensor, mask: Tensor | None, functions: Functions, causal: bool
+) -> list[Tensor]:
+    """Nothing is kept for a backward."""
+    return []
+
+
+def backward(*_: object) -> tuple[Tensor | None, ...]:
+    """There is none: `cannot` says so."""
+    raise NotImplementedError("the CPU backend has no gradient")

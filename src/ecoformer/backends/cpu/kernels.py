@@ -1,0 +1,80 @@
+"""What threads call: a range of heads, or of parts of heads, without Python's lock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ecoformer.backends.cpu.causal import causal_head
+from ecoformer.backends.cpu.compiler import compiled, digest_of_sources, inlined
+from ecoformer.backends.cpu.hashing import prepare
+from ecoformer.backends.cpu.problem import CAUSAL, GATHER, SCATTER, Places, Problem, padded
+from ecoformer.backends.cpu.sums import clear, gather, scatter, tabulate
+from ecoformer.backends.cpu.vectors import add_row, floats, integers, octets
+
+_padded = inlined(padded)
+
+
+@inlined
+def _merge(p: Problem, at: Places, room: Any, whole: Any, group: int) -> None:
+    """The sums of all parts of a head."""
+    sums, tallies = floats(p.sums), integers(p.tallies)
+    size, number = (p.bits + 1) * _padded(p.channels), p.bits + 2
+    clear(p, room, at.sums, whole, at.tallies)
+    for part in range(group * p.pieces, (group + 1) * p.pieces):
+        add_row(room, at.sums, sums, part * size, size)
+        for i in range(number):
+            whole[at.tallies + i] += tallies[part * number + i]
+
+
+def _entry(digest: int) -> Callable[..., None]:
+    """numba compiles anew when this file changes or what a function closes over, but not for other files."""
+
+    @compiled
+    def run(job: int, first: int, last: int, address: int, p: Problem, at: Places) -> None:
+        """Parts `first` to `last`: sums over keys (GATHER), what queries read (SCATTER), or both (WHOLE).
+
+        Heads with the same hash functions follow each other. Memory at `address` is the thread's own.
+        """
+        if digest == 0:
+            return
+        own_integers = address + 4 * at.integers
+        own_codes = own_integers + 8 * at.codes
+        room, whole = floats(address), integers(own_integers)
+        codes, nans = integers(own_codes), octets(own_codes + 8 * at.tokens)
+        if p.codes:
+            codes, nans = integers(p.codes), octets(p.codes + 8 * p.batch * p.heads * p.keys)
+        sums, tallies = room, whole
+        if job == GATHER:
+            sums, tallies = floats(p.sums), integers(p.tallies)
+        ready = -1
+        for unit in range(first, last):
+            group, piece = unit // p.pieces, unit % p.pieces
+            head, batch = group // p.batch, group % p.batch
+            if head != ready:
+                prepare(p, at, room, head)
+                ready = head
+            if job == CAUSAL:
+                causal_head(p, at, room, whole, batch, head, codes, nans)
+                continue
+            to = group * p.keys if p.codes else 0
+            sums0, tally = at.sums, at.tallies
+            if job == GATHER:
+                sums0, tally = unit * (p.bits + 1) * _padded(p.channels), unit * (p.bits + 2)
+            if job == SCATTER:
+                _merge(p, at, room, whole, group)
+            else:
+                begin, end = piece * p.keys // p.pieces, (piece + 1) * p.keys // p.pieces
+                clear(p, sums, sums0, tallies, tally)
+                gather(
+                    p, at, room, whole, batch, head, begin, end, codes, nans, to, sums, sums0, tallies, tally
+                )
+            if job != GATHER:
+                begin, end = piece * p.queries // p.pieces, (piece + 1) * p.queries // p.pieces
+                tabulate(p, at, room, whole, room, at.sums, whole, at.tallies)
+                scatter(p, at, room, whole, batch, head, begin, end, codes, nans, to, whole, at.tallies)
+
+    return run
+
+
+run = _entry(digest_of_sources())

@@ -1,0 +1,151 @@
+"""One call in numbers: sizes, addresses and strides, and where things lie in a thread's scratch memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+BLOCK = 48
+"""Tokens that are hashed together: their features stay in the first cache."""
+STRETCH = 4096
+"""Tokens whose values are summed in one go; longer sums are sums of these, which keeps rounding small."""
+LANES = 16
+"""Rows in scratch memory are padded to a multiple of this."""
+
+
+WHOLE, GATHER, SCATTER, CAUSAL = range(4)
+"""What threads are asked for: heads from tokens to output, or in two passes, or in causal order."""
+
+
+class Problem(NamedTuple):
+    """Sizes in tokens and numbers, addresses in bytes (0 for what is absent), strides in numbers."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    dim: int
+    channels: int
+    samples: int
+    """m, or 0 for hash functions without a kernel."""
+    bits: int
+    digit: int
+    """Bits of a code that select a bucket together."""
+    pieces: int
+    """Into how many parts the tokens of a head are split."""
+    beta: int
+    q: int
+    q_batch: int
+    q_head: int
+    q_token: int
+    k: int
+    """0 where queries are also the keys."""
+    k_batch: int
+    k_head: int
+    k_token: int
+    v: int
+    v_batch: int
+    v_head: int
+    v_token: int
+    out: int
+    out_batch: int
+    out_head: int
+    out_token: int
+    mask: int
+    mask_batch: int
+    mask_token: int
+    support: int
+    mean: int
+    sigma: int
+    weight: int
+    codes: int
+    """Where codes lie between two passes, and after them a byte each that says whether they are NaN; or 0."""
+    sums: int
+    """Where the parts' sums lie between two passes."""
+    tallies: int
+    """Where the parts' code sums lie between two passes."""
+
+
+class Places(NamedTuple):
+    """Offsets in scratch memory: of fp32 numbers from its start, of integers from `integers`, in numbers."""
+
+    first: int
+    """The matrix that tokens are multiplied with, (D, m) or (D, b)."""
+    second: int
+    """The matrix that features are multiplied with, (m, b)."""
+    offset: int
+    mean: int
+    scale: int
+    shift: int
+    features: int
+    projections: int
+    buckets: int
+    tables: int
+    sums: int
+    row: int
+    integers: int
+    """Where integers begin, in fp32 numbers."""
+    counts: int
+    denominators: int
+    tallies: int
+    rows: int
+    codes: int
+    """Codes, and after `tokens` of them a byte each that says whether they are NaN."""
+    tokens: int
+    end: int
+    """All of it, in bytes."""
+
+
+def padded(number: int) -> int:
+    """The next multiple of a vector's lanes."""
+    return (number + LANES - 1) // LANES * LANES
+
+
+def digits(p: Problem) -> int:
+    """How many digits a code has."""
+    return (p.bits + p.digit - 1) // p.digit
+
+
+def places(p: Problem) -> Places:
+    """Where everything lies."""
+    m, b, c = padded(p.samples), padded(p.bits), padded(p.channels)
+    rows = digits(p) << p.digit
+    tokens = padded(max(p.keys, BLOCK))
+    second = p.dim * (m if p.samples else b)
+    offset = second + p.samples * b
+    mean = offset + m
+    scale = mean + m
+    shift = scale + BLOCK
+    features = shift + BLOCK
+    projections = features + BLOCK * m
+    buckets = projections + BLOCK * b
+    tables = buckets + rows * c
+    sums = tables + rows * c
+    row = sums + (2 * p.bits + 2) * c
+    integers = row + 2 * c
+    denominators = rows
+    tallies = denominators + rows
+    wheres = tallies + padded(p.bits + 2)
+    codes = wheres + padded(digits(p))
+    end = integers * 4 + (codes + tokens) * 8 + tokens
+    return Places(
+        0,
+        second,
+        offset,
+        mean,
+        scale,
+        shift,
+        features,
+        projections,
+        buckets,
+        tables,
+        sums,
+        row,
+        integers,
+        0,
+        denominators,
+        tallies,
+        wheres,
+        codes,
+        tokens,
+        end,
+    )
