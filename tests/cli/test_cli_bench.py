@@ -13,7 +13,9 @@ SMALL = ("--shape", "1,2,50,8")
 
 
 @pytest.fixture
-def cli(run):
+def cli(run, monkeypatch):
+    """With one backend, whatever others this machine has."""
+    monkeypatch.setattr("ecoformer.backends.available", lambda device: ["eager"], raising=False)
     return partial(run, "bench")
 
 
@@ -131,6 +133,14 @@ def test_fit_of_a_model(cli):
         (("attention", "--device", "cuda:7"), "--device cuda:7: PyTorch sees"),
         (("attention", "--device", "tpu"), "--device must be cpu, cuda or cuda:1"),
         (
+            ("attention", "--plot", "a"),
+            "a must end in .png, .svg, .pdf, it has no suffix",
+        ),
+        (
+            ("model", "test_vit", "--resolution", "100"),
+            "test_vit cannot take images of 100 x 100 pixels (--resolution): Input height (100)",
+        ),
+        (
             ("attention", "--plot", "a.png", "--shape", "1,1,8,8", "--shape", "2,1,8,8"),
             "must agree in all else",
         ),
@@ -150,7 +160,7 @@ def test_mistakes(cli, arguments, message):
 
 def test_without_timm_and_matplotlib(cli, monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install 'ecoformer[vision]'" in cli("model", "pvt_v2_b0")[2]
     assert "pip install 'ecoformer[figures]'" in cli("attention", "--plot", "a.png")[2]
     assert cli("attention", *SMALL, *QUICK)[0] == 0

@@ -119,3 +119,9 @@ def test_simulated(run):
     assert json.loads(run("simulate", "layer", "eco", "--json")[1])["cycles"] == pytest.approx(
         4.24e6, rel=1e-3
     )
+
+
+def test_what_is_not_counted_is_named_below_the_table(run):
+    out = run("cost", "swin_tiny_patch4_window7_224", "--sweep", "resolution=224")[1]
+    assert "not counted (as it is): layers.0.blocks.0.attn (WindowAttention), " in out
+    assert "not counted" not in run("cost", "pvt_v2_b0", "--compare", "eco", "--resolution", "64")[1]

@@ -133,11 +133,12 @@ def test_pictures(cli, tmp_path, arguments):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("layer", "--sweep", "foo=1"), "--sweep takes batch=1,2,4 or tokens=1,2,4, got 'foo=1'"),
+        (("layer", "--sweep", "foo=1"), "--sweep takes batch=1,2,4 or tokens=1,2,4, whole numbers from 1, got 'foo=1'"),
         (("layer", "--sweep", "tokens=1,x"), "got 'tokens=1,x'"),
-        (("layer", "--sweep", "tokens=0"), "tokens must be a whole number from 1, got 0"),
         (("layer", "--compare", "softmax,nope"), "the layer must be softmax or eco, got 'nope'"),
         (("layer", "--compare", ","), "--compare takes names between commas"),
+        (("layer", "--array", "none.json"), "--array takes a JSON file, and there is no file none.json"),
+        (("layer", "--sweep", "tokens=0"), "whole numbers from 1, got 'tokens=0'"),
         (("layer", "--figure", "a.gif"), "a.gif must end in .png, .svg, .pdf"),
         (("model", "pvt_v2_b9"), "neither a file, nor a folder, nor a timm model"),
         (("model", "pvt_v2_b0", "--bits", "16x8"), "activation_bits=16 is a precision this array lacks"),

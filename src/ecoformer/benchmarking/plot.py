@@ -13,19 +13,13 @@ if TYPE_CHECKING:
 _MARKERS = "osD^vP*X"
 
 
-def require_matplotlib() -> None:
-    """Say what to install before minutes are spent on figures that could not be drawn."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install 'ecoformer[figures]'") from error
-
-
 def plot_lengths(run: Run, path: Path) -> None:
     """Draw time and peak memory of every contestant against N, both axes logarithmic."""
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'ecoformer[figures]'") from error
 
     labels = list(dict.fromkeys(row.label for row in run.rows if row.timing))
     if not labels:

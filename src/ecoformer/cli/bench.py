@@ -13,7 +13,7 @@ from ecoformer.benchmarking.crossover import LONGEST, find_crossover
 from ecoformer.benchmarking.fitting import bench_fit, bench_model_fit
 from ecoformer.benchmarking.models import bench_models
 from ecoformer.benchmarking.operators import Setting
-from ecoformer.benchmarking.plot import plot_lengths, require_matplotlib
+from ecoformer.benchmarking.plot import plot_lengths
 from ecoformer.benchmarking.timing import threads as thread_count
 from ecoformer.cli.bench_models import base_model
 from ecoformer.cli.bench_options import (
@@ -29,6 +29,7 @@ from ecoformer.cli.bench_options import (
     read_shape,
 )
 from ecoformer.cli.bench_tables import show
+from ecoformer.cli.simulated import target
 from ecoformer.conversion import convert
 
 bench = typer.Typer(
@@ -55,7 +56,10 @@ def attention(
         bool, typer.Option("--crossover", help="Find the N from which eco is faster than SDPA.")
     ] = False,
     longest: Annotated[int, typer.Option(help="Where --crossover gives up.", min=16)] = LONGEST,
-    plot: Annotated[Path | None, typer.Option(help="Draw time and memory against N to this file.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw time and memory against N: .png, .svg or .pdf.", callback=target),
+    ] = None,
     energy: Energy = False,
     seconds: Annotated[float, typer.Option(help="Seconds to time each contestant, about.", min=0.01)] = 1.0,
     threads: Threads = None,
@@ -68,7 +72,6 @@ def attention(
     """
     shapes = [read_shape(text) for text in shape or ["1,1,3136,32"]]
     if plot is not None:
-        require_matplotlib()
         shapes = _lengths(shapes)
     on, precision = read_device(device), read_choice("--dtype", dtype, DTYPES)
     settings = [Setting(size, precision, on, causal, backward, compile_, seed) for size in shapes]

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ecoformer.arguments import one_line
 from ecoformer.benchmarking.models import Load
 from ecoformer.cli.sources import open_model
+from ecoformer.running import eval_mode, run_on_meta
 
 
 def base_model(name: str, resolution: int, tokens: int, **how: Any) -> tuple[nn.Module, Load]:
@@ -27,6 +29,12 @@ def base_model(name: str, resolution: int, tokens: int, **how: Any) -> tuple[nn.
         generator = torch.Generator().manual_seed(count)
         return torch.randn(count, channels, resolution, resolution, generator=generator)
 
+    try:
+        with torch.no_grad(), eval_mode(model):
+            run_on_meta(model, images(1))
+    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
+        size = f"{resolution} x {resolution} pixels (--resolution)"
+        raise ValueError(f"{name} cannot take images of {size}: {one_line(error, 200)}") from error
     return model, Load(images, "images", {"model": name, "resolution": resolution} | _words(how), **how)
 
 

@@ -137,6 +137,7 @@ def _print_ledgers(ledgers: dict[str, Ledger], as_json: bool, as_csv: bool) -> N
         for name, ledger in ledgers.items():
             table.add_row(name, *_figures(ledger))
         plain_console().print(table)
+        _print_uncounted(ledgers)
 
 
 def _print_points(points: list[Point], as_json: bool, as_csv: bool) -> None:
@@ -152,18 +153,25 @@ def _print_points(points: list[Point], as_json: bool, as_csv: bool) -> None:
                 table.add_section()
             table.add_row(point.mechanism or "as it is", str(point.value), *_figures(point.ledger))
         plain_console().print(table)
+        _print_uncounted({point.mechanism or "as it is": point.ledger for point in points})
+
+
+def _print_uncounted(ledgers: dict[str, Ledger]) -> None:
+    for name, ledger in ledgers.items():
+        if ledger.uncounted:
+            typer.echo(f"not counted ({name}): {', '.join(ledger.uncounted)}")
 
 
 def _table(*keys: str) -> Table:
     table = Table(*keys)
-    for head in ("mul (10⁹)", "add (10⁹)", "energy (10⁹ pJ)", "of it attention", "not counted"):
+    for head in ("mul (10⁹)", "add (10⁹)", "energy (10⁹ pJ)", "of it attention"):
         table.add_column(head, justify="right")
     return table
 
 
 def _figures(ledger: Ledger) -> list[str]:
     counts = [f"{x / 1e9:,.2f}" for x in (ledger.total.mul, ledger.total.add, ledger.energy_pj)]
-    return [*counts, f"{ledger.shares()['attention']:.0%}", f"{len(ledger.uncounted)} layers"]
+    return [*counts, f"{ledger.shares()['attention']:.0%}"]
 
 
 def _csv(rows: list[dict[str, Any]]) -> None:

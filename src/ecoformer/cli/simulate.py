@@ -213,6 +213,8 @@ def _bits(text: str) -> tuple[int, int]:
 def _array(path: Path | None) -> BitFusion:
     if path is None:
         return PAPER_ARRAY
+    if not path.is_file():
+        raise FileNotFoundError(f"--array takes a JSON file, and there is no file {path}")
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

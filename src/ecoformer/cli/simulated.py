@@ -59,9 +59,9 @@ def swept(text: str | None, sizes: dict[str, int]) -> list[tuple[dict[str, Any],
         return [({}, sizes)]
     name, equals, values = (part.strip() for part in text.partition("="))
     numbers = [value.strip() for value in values.split(",")]
-    if name not in sizes or not equals or not all(n.isascii() and n.isdigit() for n in numbers):
+    if name not in sizes or not equals or not all(n.isascii() and n.isdigit() and int(n) for n in numbers):
         known = " or ".join(f"{size}=1,2,4" for size in sizes)
-        raise ValueError(f"--sweep takes {known}, got {text!r}")
+        raise ValueError(f"--sweep takes {known}, whole numbers from 1, got {text!r}")
     return [({name: int(n)}, sizes | {name: int(n)}) for n in numbers]
 
 
@@ -121,7 +121,9 @@ def _one(facts: dict[str, Any]) -> None:
 
 def _side_by_side(runs: Sequence[Run]) -> None:
     columns = list(runs[0].about)
-    table = Table(*columns, "cycles", "of them stalls", "ms", "energy (mJ)", "of it DRAM")
+    table = Table(*columns)
+    for head in ("cycles", "of them stalls", "ms", "energy (mJ)", "of it DRAM"):
+        table.add_column(head, justify="right")
     for run in runs:
         total = run.total
         about = [value if isinstance(value, str) else f"{value:,}" for value in run.about.values()]
@@ -167,7 +169,10 @@ def show_table(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
         ]
         typer.echo(json.dumps(joined, indent=2))
         return
-    table = Table("method", "ms", "printed", "energy (nJ)", "printed", "difference", "decomposition")
+    table = Table("method")
+    for head in ("ms", "printed", "energy (nJ)", "printed", "difference"):
+        table.add_column(head, justify="right")
+    table.add_column("decomposition")
     for row in rows:
         theirs = printed[row["method"]]
         difference = row["energy_nj"] / float(theirs["energy"]) - 1

@@ -61,7 +61,7 @@ def _show(found: list[PaperTable]) -> None:
             shown.add_row(row, *map(_text, cells))
         console.print(shown)
         for remark in table.remarks():
-            console.print(Padding(remark, (0, 0, 0, 2)))
+            console.print(Padding(remark, (0, 0, 0, 2), expand=False))
         console.print()
     counts = Counter(cell.status for table in found for cell in table.cells)
     console.print("A cell is: printed, mark, ours, and the difference where there is one.")

@@ -87,7 +87,8 @@ def check_target(path: str | Path) -> Path:
     """A file that a picture can be written to; asked before anything is computed."""
     target = Path(path)
     if target.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"{target} must end in {', '.join(SUFFIXES)}, got {target.suffix or 'no suffix'!r}")
+        got = f"got {target.suffix!r}" if target.suffix else "it has no suffix"
+        raise ValueError(f"{target} must end in {', '.join(SUFFIXES)}, {got}")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into")
     _matplotlib()
