@@ -163,7 +163,10 @@ def list_recipes() -> list[str]:
 
 
 def load_recipe(source: str, changes: Iterable[str] = ()) -> Recipe:
-    """A recipe by name or file, with changes such as `optimiser.lr=1e-3`."""
+    """A recipe by name or file, with changes such as `optimiser.lr=1e-3`.
+
+    Another `attention.name` forgets the recipe's `attention.options`; set those after it.
+    """
     values = _read(source)
     for change in changes:
         _apply(values, change)
@@ -258,4 +261,6 @@ def _apply(values: dict[str, Any], change: str) -> None:
         value = float(value) if isinstance(value, str) else value
     if sections == ["schedule"] and last in ("epochs", "steps"):
         place.pop("steps" if last == "epochs" else "epochs", None)
+    if sections == ["attention"] and last == "name" and value != place.get("name", "eco"):
+        place.pop("options", None)  # they are the other mechanism's
     place[last] = value

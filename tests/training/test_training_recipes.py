@@ -1,0 +1,241 @@
+"""The recipes that come with the package: they load, hold the paper's values and run with any mechanism."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from training_runs import PLAIN, recipe
+
+from ecoformer import list_attentions
+from ecoformer.data.splits import Arrays, Splits
+from ecoformer.hashing import hashers_of
+from ecoformer.training import as_yaml, list_recipes, load_recipe, train
+from ecoformer.training.building import build_model
+from ecoformer.training.loop import Trainer
+from ecoformer.training.optimisation import LearningRate
+from ecoformer.training.run import load_splits
+from ecoformer.training.state import RunFolder
+
+NAMES = {"digits", "cifar100", "cifar100_short", "imagenet_msa", "imagenet_eco", "imagenet_scratch"}
+NAMES |= {"lra_text", "lra_retrieval", "lra_listops", "masked_bytes", "recall"}
+
+# The paper's sections 5.1 (ImageNet), 5.3 (CIFAR-100) and 5.4 (from scratch); for the Long Range Arena the
+# settings of the benchmark that the paper follows.
+PAPER = {
+    "imagenet_msa": {
+        "optimiser.lr": 2.5e-5,
+        "batch": 256,
+        "schedule.epochs": 100,
+        "attention.name": "softmax",
+    },
+    "imagenet_eco": {"optimiser.lr": 2.5e-5, "batch": 256, "schedule.epochs": 30, "hashing.refit_every": 30},
+    "imagenet_scratch": {"optimiser.lr": 2.5e-4, "batch": 256, "schedule.epochs": 300},
+    "cifar100": {
+        "optimiser.lr": 6.25e-6,
+        "batch": 64,
+        "schedule.epochs": 300,
+        "hashing.refit_every": 300,
+    },
+    "lra_text": {"schedule.steps": 20_000, "schedule.warmup": 8000, "data.options.length": 4096},
+    "lra_retrieval": {"schedule.steps": 30_000, "schedule.warmup": 800, "data.options.length": 4096},
+}
+for name in ("imagenet_eco", "imagenet_scratch", "cifar100"):
+    PAPER[name] |= {"attention.options": {"bits": 16, "support": 25}, "optimiser.name": "adamw"}
+    PAPER[name] |= {"schedule.name": "cosine"}
+ARENA = {"vocabulary": 512, "dim": 64, "depth": 2, "num_heads": 2, "hidden": 128}
+ARENA |= {"dropout": 0.1, "attn_drop": 0.1}
+for name in ("lra_text", "lra_retrieval"):
+    PAPER[name] |= {"optimiser.lr": 1e-4, "batch": 32, "schedule.name": "linear", "data.options.cut": 4000}
+    PAPER[name] |= {"optimiser.weight_decay": 0.0, "optimiser.betas": (0.9, 0.999), "optimiser.eps": 1e-6}
+    PAPER[name] |= {"model.options": ARENA, "attention.options": {"bits": 16, "support": 25}}
+
+
+def value_of(chosen, key):
+    for part in key.split("."):
+        chosen = chosen[part] if isinstance(chosen, dict) else getattr(chosen, part)
+    return chosen
+
+
+def test_names():
+    assert set(list_recipes()) == NAMES
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_values(name):
+    chosen = load_recipe(name)
+    assert {key: value_of(chosen, key) for key in PAPER[name]} == PAPER[name]
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_all_values_of_a_recipe_make_the_same_recipe(name, tmp_path):
+    file = tmp_path / "again.yaml"
+    file.write_text(as_yaml(load_recipe(name)))
+    assert load_recipe(str(file)) == load_recipe(name)
+
+
+def stand_in(name: str) -> Splits:
+    """Noise of the kind that a recipe learns from, where its data must be fetched."""
+    generator = torch.Generator().manual_seed(0)
+    if name.startswith(("imagenet", "cifar100")):
+        size, classes = (64, 1000) if name.startswith("imagenet") else (32, 100)
+        images = torch.randint(0, 256, (4, 3, size, size), dtype=torch.uint8, generator=generator)
+        part = Arrays(images, torch.arange(4))
+        return Splits(part, part, "images", classes)
+    shape = (4, 2, 4096) if name == "lra_retrieval" else (4, 4096)
+    part = Arrays(torch.randint(1, 257, shape, dtype=torch.int16, generator=generator), torch.arange(4) % 2)
+    return Splits(part, part, "pairs" if name == "lra_retrieval" else "text", 2, 257, 4096)
+
+
+FETCHED = sorted(NAMES - {"digits", "recall", "lra_listops", "masked_bytes"})
+
+
+@pytest.mark.parametrize("name", FETCHED)
+def test_models_are_built_at_their_size(name):
+    model = build_model(load_recipe(name), stand_in(name))
+    assert bool(hashers_of(model)) == (name != "imagenet_msa")
+    if name.startswith("lra"):
+        embedding = next(module for key, module in model.named_modules() if key.endswith("embedding"))
+        assert embedding.num_embeddings == 512
+
+
+def small(name: str, folder) -> list[str]:
+    """Changes that make a recipe small, and its data where they must be fetched."""
+    changes = ["batch=4", "schedule.steps=1", "schedule.warmup=0", "hashing.samples=4", "eval_batch=4"]
+    if name == "digits":
+        return [*changes, "data.options.limit=8", "model.options.embed_dims=[8,8,8,8]"]
+    changes += ["model.options.dim=16", "model.options.depth=1", "model.options.hidden=8"]
+    if name == "recall":
+        return [*changes, "data.options.count=8", "data.options.test_count=4", "data.options.pairs=8"]
+    for place in ("train/pos", "train/neg", "test/pos", "test/neg"):
+        (folder / place).mkdir(parents=True)
+        for i in range(2):
+            (folder / place / f"{i}.txt").write_text(f"a review of {place}, number {i}, of some length " * 3)
+    return [*changes, f"data.root={folder}", "data.options.length=128", "data.options.cut=100"]
+
+
+@pytest.mark.parametrize("name", ["digits", "lra_text", "recall"])
+@pytest.mark.parametrize("mechanism", list_attentions())
+@pytest.mark.slow
+def test_any_mechanism_takes_a_step(name, mechanism, tmp_path):
+    changes = [f"attention.name={mechanism}", *small(name, tmp_path / "data")]
+    result = train(load_recipe(name, changes), tmp_path / "run", show=False)
+    assert result["steps"] == 1
+    assert result["recipe"]["attention"]["name"] == mechanism
+
+
+@pytest.mark.parametrize(
+    ("name", "mechanism"),
+    [("digits", "eco"), ("lra_text", "linformer"), ("recall", "softmax"), ("recall", "klsh_eco")],
+)
+def test_some_mechanisms_take_a_step(name, mechanism, tmp_path):
+    test_any_mechanism_takes_a_step(name, mechanism, tmp_path)
+
+
+def test_another_mechanism_forgets_the_options_of_the_first():
+    assert load_recipe("cifar100", ["attention.name=softmax"]).attention.options == {}
+    assert load_recipe("cifar100", ["attention.name=eco"]).attention.options == {"bits": 16, "support": 25}
+    changes = ["attention.name=performer", "attention.options.features=256"]
+    assert load_recipe("cifar100", changes).attention.options == {"features": 256}
+
+
+def test_listops_are_kept(tmp_path):
+    changes = ["min_length=4", "max_length=40", "count=8", "test_count=4", f"cache={tmp_path / 'kept'}"]
+    chosen = load_recipe("lra_listops", [f"data.options.{change}" for change in changes])
+    first, second = load_splits(chosen), load_splits(chosen)
+    assert len(list((tmp_path / "kept").iterdir())) == 1
+    assert torch.equal(first.train.inputs, second.train.inputs)
+
+
+WRONG = {
+    "optimiser.rate=1": "no such key: optimiser.rate (there are name, lr, weight_decay, betas, eps, clip)",
+    "optimizer.lr=1": "no such key: optimizer, did you mean optimiser?",
+    "batchs=4": "no such key: batchs, did you mean batch?",
+    "batch=0": "batch: input should be greater than or equal to 1, got 0",
+    "batch=many": "batch: input should be a valid integer, unable to parse string as an integer, got 'many'",
+    "optimiser.lr=.nan": "optimiser.lr: input should be a finite number, got nan",
+    "precision=fp8": "precision: input should be 'fp32', 'bf16' or 'fp16', got 'fp8'",
+    "data=5": "data: input should be a valid dictionary or instance of Data, got 5",
+    "schedule.steps=": "schedule: give either epochs or steps",
+    "optimiser.lr.value=3": "--set optimiser.lr.value=3: lr has no keys of its own",
+    "lr": "--set takes key=value, such as optimiser.lr=1e-3, got 'lr'",
+    ".lr=3": "--set takes key=value, such as optimiser.lr=1e-3, got '.lr=3'",
+    "optimiser.lr=[1": "--set optimiser.lr: cannot read the value '[1'",
+}
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_wrong_changes(change):
+    with pytest.raises(ValueError, match=re.escape(WRONG[change])) as caught:
+        load_recipe("digits", [change])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "is no YAML"),
+        ("- 1", "must hold keys and values, got list"),
+        ("about: x", "data is missing; model is missing; optimiser is missing"),
+        ("1: 2", "keys should be strings"),
+    ],
+)
+def test_wrong_files(text, message, tmp_path):
+    (tmp_path / "wrong.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_recipe(str(tmp_path / "wrong.yaml"))
+
+
+def test_recipes_that_are_not_there(tmp_path):
+    with pytest.raises(ValueError, match="no recipe is called 'digit': there are cifar100, "):
+        load_recipe("digit")
+    with pytest.raises(FileNotFoundError, match="there is no recipe file"):
+        load_recipe(str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ("precision=fp16", ValueError, "precision=fp16 needs a GPU"),
+        ("batch=64", ValueError, "batch=64 is larger than the training data, 40 samples"),
+        ("accumulate=3", ValueError, "batch=8 must divide into 1 processes x accumulate=3"),
+        ("schedule.warmup=7", ValueError, "schedule.warmup=7.0 is as long as the training, 7 steps"),
+        ("model.name=pvt_v2_b0", ValueError, "model.name must be text for recall, which holds tokens"),
+        ("optimiser.name=adamx", ValueError, "timm has no optimiser 'adamx'"),
+        ("start=none.safetensors", FileNotFoundError, "start: there is no checkpoint none.safetensors"),
+        ("teacher.checkpoint=~/none", FileNotFoundError, "teacher.checkpoint: there is no file /"),
+    ],
+)
+def test_what_cannot_be_run_is_said_before_anything_is_written(change, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        train(recipe(PLAIN, change, folder=tmp_path), tmp_path / "run", show=False)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_no_step_has_a_rate_of_zero(name, warmup, tmp_path):
+    chosen = recipe(PLAIN, f"schedule.name={name}", f"schedule.warmup={warmup}", folder=tmp_path)
+    optimiser = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.01)
+    rate = LearningRate(optimiser, chosen, 7, 5)
+    rates = []
+    for step in range(7):
+        rate.set(step)
+        rates.append(rate.now)
+    assert min(rates) > 0
+    assert max(rates) == pytest.approx(0.01)
+    assert rates[0] == pytest.approx(0.01 / 3 if warmup else 0.01)
+    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
+    if name == "linear":
+        length = 7 - warmup
+        assert rates[warmup:] == pytest.approx([0.01 * (1 - i / length) for i in range(length)])
+
+
+def test_a_second_run_in_one_process_has_its_own_settings(tmp_path):
+    first = recipe(PLAIN, "accumulate=2", folder=tmp_path)
+    train(first, tmp_path / "first", show=False)
+    second = recipe(PLAIN, "precision=bf16", folder=tmp_path)
+    trainer = Trainer(second, load_splits(second), RunFolder(tmp_path / "second"))
+    assert trainer.accelerator.gradient_accumulation_steps == 1
+    assert trainer.accelerator.mixed_precision == "bf16"
