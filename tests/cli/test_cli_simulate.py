@@ -133,7 +133,10 @@ def test_pictures(cli, tmp_path, arguments):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("layer", "--sweep", "foo=1"), "--sweep takes batch=1,2,4 or tokens=1,2,4, whole numbers from 1, got 'foo=1'"),
+        (
+            ("layer", "--sweep", "foo=1"),
+            "tokens=1,2,4, whole numbers from 1, got 'foo=1'",
+        ),
         (("layer", "--sweep", "tokens=1,x"), "got 'tokens=1,x'"),
         (("layer", "--compare", "softmax,nope"), "the layer must be softmax or eco, got 'nope'"),
         (("layer", "--compare", ","), "--compare takes names between commas"),

@@ -112,7 +112,7 @@ def test_files_by_suffix_and_the_same_twice(tmp_path, suffix, start):
 def test_targets_that_cannot_be_written(tmp_path):
     with pytest.raises(ValueError, match=r"a\.jpg must end in \.png, \.svg, \.pdf, got '\.jpg'"):
         check_target("a.jpg")
-    with pytest.raises(ValueError, match="a must end in .*, it has no suffix"):
+    with pytest.raises(ValueError, match=r"a must end in .*, it has no suffix"):
         check_target("a")
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         check_target(tmp_path / "nowhere" / "a.png")
