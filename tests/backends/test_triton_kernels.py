@@ -51,6 +51,8 @@ class Case(NamedTuple):
     causal: bool = False
     batch: int = 2
     heads: int = 2
+    cancels: float = 1.0
+    """How many times larger than the weight's gradient its terms are."""
 
 
 class Inputs(NamedTuple):
@@ -177,7 +179,8 @@ def check(kernels, case, dtype=torch.float32):
         if float(true.norm()) < 1e-6 * scale:
             assert float(x.norm()) < 1e-5 * scale, name
         else:
-            assert error(x, true) <= 2 * error(y, true) + 8 * torch.finfo(torch.float32).eps, name
+            rounding = 8 * torch.finfo(torch.float32).eps * (case.cancels if name == "weight" else 1.0)
+            assert error(x, true) <= 2 * error(y, true) + rounding, name
 
 
 CASES = [
@@ -195,7 +198,8 @@ THOROUGH = [
     Case(3137, batch=1),
     Case(3137, dim=32, value_dim=32, masked=True),
     Case(3137, causal=True, batch=1),
-    Case(500, dim=96, value_dim=40, bits=33, support=1, masked=True),
+    # With one support sample all bits agree, or all differ.
+    Case(500, dim=96, value_dim=40, bits=33, support=1, masked=True, cancels=900),
     Case(500, dim=40, value_dim=96, bits=33, support=64, causal=True),
     Case(257, dim=128, value_dim=128, bits=64, support=64, causal=True, batch=1),
     Case(257, dim=128, value_dim=128, bits=64, support=64, n_k=129, batch=1),

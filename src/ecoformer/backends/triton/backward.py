@@ -56,45 +56,82 @@ def gather_grad_tiles(
 
 
 @triton.jit
-def token_grad_tiles(
-    grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, codes, to_x, to_v, to_weight,
-    first, last, n, support, mean, sigma, weight, head,
+def token_grad_tile(
+    grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, codes, to_x, to_v, start, n,
+    samples, lengths, middle, mix, scale,
     sums, ones, total, count, to_sums, to_ones, to_total, beta,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, VALUES: tl.constexpr,
     WEIGHT: tl.constexpr, MASKED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a tile's tokens (QUERIES, KEYS or both) and values; returns the weight's (BM, BB)."""
+    h = load_codes(codes, start, n, BITS, BB, BLOCK)
+    to_codes = tl.zeros((BLOCK, BB), tl.float32)
+    to_mix = tl.zeros((BM, BB), tl.float32)
+    if QUERIES:
+        tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
+        _, e, to_codes = reading_grad(tile, h, sums, ones, total, count, beta, PIECES, PRECISION)
+        to_codes += e[:, None] * ones[None, :]
+    if KEYS:
+        keys = load_keys(mask, mask_n, start, n, MASKED, BLOCK)[:, None]
+        if TOKENS:
+            values = load_tile(v, start, n, v_n, v_c, E, BE, BLOCK)
+            more = product(values, tl.trans(to_sums), PIECES, PRECISION) + to_ones[None, :]
+            to_codes += tl.where(keys, more, 0.0)
+        if VALUES:
+            tile = product(h, to_sums, PIECES, PRECISION) + to_total[None, :]
+            store_tile(to_v, tl.where(keys, tile, 0.0), start, n, E, 1, E, BE, BLOCK)
+    if TOKENS:
+        tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
+        tile, features, to_y = project_back(
+            tokens, to_codes, samples, lengths, middle, mix, scale, PRECISION, GRAD_PRECISION
+        )
+        store_tile(to_x, tile, start, n, D, 1, D, BD, BLOCK)
+        if WEIGHT:
+            to_mix = dot(tl.trans(features), to_y, GRAD_PRECISION)
+    return to_mix
+
+
+@triton.jit
+def token_grad_tiles(
+    grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, codes, to_x, to_v, to_weight,
+    first, last, n, support, mean, sigma, weight, head,
+    sums, ones, total, count, to_sums, to_ones, to_total, beta,
+    SINGLE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
+    VALUES: tl.constexpr, WEIGHT: tl.constexpr, MASKED: tl.constexpr,
+    PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of tokens first ... last, QUERIES or KEYS or both, of their values and of the weight."""
+    """The same for tokens first ... last.
+
+    SINGLE: they are one tile. In a loop the compiler keeps all that does not change in shared memory.
+    """
     samples, lengths, middle, mix, scale = load_functions(
         support, mean, sigma, weight, head, D, M, BITS, BD, BM, BB
     )
-    to_mix = tl.zeros((BM, BB), tl.float32)
-    for start in range(first, last, BLOCK):
-        h = load_codes(codes, start, n, BITS, BB, BLOCK)
-        to_codes = tl.zeros((BLOCK, BB), tl.float32)
-        if QUERIES:
-            tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
-            _, e, to_codes = reading_grad(tile, h, sums, ones, total, count, beta, PIECES, PRECISION)
-            to_codes += e[:, None] * ones[None, :]
-        if KEYS:
-            keys = load_keys(mask, mask_n, start, n, MASKED, BLOCK)[:, None]
-            if TOKENS:
-                values = load_tile(v, start, n, v_n, v_c, E, BE, BLOCK)
-                more = product(values, tl.trans(to_sums), PIECES, PRECISION) + to_ones[None, :]
-                to_codes += tl.where(keys, more, 0.0)
-            if VALUES:
-                tile = product(h, to_sums, PIECES, PRECISION) + to_total[None, :]
-                store_tile(to_v, tl.where(keys, tile, 0.0), start, n, E, 1, E, BE, BLOCK)
-        if TOKENS:
-            tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
-            tile, features, to_y = project_back(
-                tokens, to_codes, samples, lengths, middle, mix, scale, PRECISION, GRAD_PRECISION
-            )
-            store_tile(to_x, tile, start, n, D, 1, D, BD, BLOCK)
+    if SINGLE:
+        to_mix = token_grad_tile(
+            grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, codes, to_x, to_v, first, n,
+            samples, lengths, middle, mix, scale,
+            sums, ones, total, count, to_sums, to_ones, to_total, beta,
+            QUERIES, KEYS, TOKENS, VALUES, WEIGHT, MASKED, PIECES, PRECISION, GRAD_PRECISION,
+            D, E, BITS, BD, BE, BM, BB, BLOCK,
+        )  # fmt: skip
+    else:
+        to_mix = tl.zeros((BM, BB), tl.float32)
+        for start in range(first, last, BLOCK):
+            more = token_grad_tile(
+                grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, codes, to_x, to_v, start, n,
+                samples, lengths, middle, mix, scale,
+                sums, ones, total, count, to_sums, to_ones, to_total, beta,
+                QUERIES, KEYS, TOKENS, VALUES, WEIGHT, MASKED, PIECES, PRECISION, GRAD_PRECISION,
+                D, E, BITS, BD, BE, BM, BB, BLOCK,
+            )  # fmt: skip
             if WEIGHT:
-                to_mix += dot(tl.trans(features), to_y, GRAD_PRECISION)
+                to_mix += more
     if WEIGHT:
         sample, bit = tl.arange(0, BM)[:, None], tl.arange(0, BB)[None, :]
         tl.store(to_weight + sample * BITS + bit, to_mix, mask=(sample < M) & (bit < BITS))
@@ -127,8 +164,8 @@ def token_grad(
     grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c,
     mask, mask_b, mask_n, codes, state, partial, to_x, to_v, to_weight, support, mean, sigma, weight,
     n, heads, grad_parts, parts, span, beta,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, VALUES: tl.constexpr,
-    WEIGHT: tl.constexpr, MASKED: tl.constexpr,
+    SINGLE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
+    VALUES: tl.constexpr, WEIGHT: tl.constexpr, MASKED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
@@ -147,7 +184,7 @@ def token_grad(
         to_x + row * n * D, to_v + row * n * E, to_weight + (row * parts + part) * (M * BITS),
         first, tl.minimum(first + span, n), n, support, mean, sigma, weight, head,
         sums, ones, total, count, to_sums, to_ones, to_total, beta,
-        QUERIES, KEYS, TOKENS, VALUES, WEIGHT, MASKED, PIECES, PRECISION, GRAD_PRECISION,
+        SINGLE, QUERIES, KEYS, TOKENS, VALUES, WEIGHT, MASKED, PIECES, PRECISION, GRAD_PRECISION,
         D, E, M, BITS, BD, BE, BM, BB, BLOCK,
     )  # fmt: skip
 
@@ -178,6 +215,6 @@ def attend_back(
         to_x + row * n * D, to_v + row * n * E, to_weight + row * (M * BITS),
         0, n, n, support, mean, sigma, weight, head,
         sums, ones, total, count, to_sums, to_ones, to_total, beta,
-        True, True, TOKENS, VALUES, WEIGHT, MASKED, PIECES, PRECISION, GRAD_PRECISION,
+        False, True, True, TOKENS, VALUES, WEIGHT, MASKED, PIECES, PRECISION, GRAD_PRECISION,
         D, E, M, BITS, BD, BE, BM, BB, BLOCK,
     )  # fmt: skip

@@ -21,6 +21,8 @@ from torch import Tensor
 Step = Literal["gather", "read", "gather_grad", "token_grad"]
 STEPS: tuple[Step, ...] = ("gather", "read", "gather_grad", "token_grad")
 
+ONE_TILE = 1 << 20
+"""As `Config.per_sm`: as many programs as there are tiles."""
 SHORT = 512
 """Tokens up to which one program does a whole head: one launch instead of two."""
 
@@ -85,6 +87,8 @@ def reduce(step: Step, sizes: Sizes, config: Config) -> Config | None:
     """A smaller configuration where a GPU has no room for this one, from now on; None if there is none."""
     if config.stages > 1:
         smaller = config._replace(stages=1)
+    elif step == "token_grad" and config.per_sm < ONE_TILE:
+        smaller = config._replace(per_sm=ONE_TILE)
     elif config.block > 16:
         smaller = config._replace(block=config.block // 2)
     else:
@@ -99,14 +103,17 @@ def reduce(step: Step, sizes: Sizes, config: Config) -> Config | None:
 def default(step: Step, sizes: Sizes) -> Config:
     """Smaller tiles and no pipeline for wide tokens; whole heads where they are short."""
     light = sizes.bulk <= 400
-    backward = step in ("gather_grad", "token_grad")
     block = 64 if light else 32
     if step == "read":
         block = 128 if light else 64
-    alone = sizes.tokens <= SHORT and step in ("gather", "gather_grad")
     if sizes.tokens < block:
         block = max(16, 1 << (sizes.tokens - 1).bit_length())
-    return Config(block, 4, 2 if light or not backward else 1, 0 if alone else 8)
+    per_sm = 8
+    if light and sizes.tokens <= SHORT and step in ("gather", "gather_grad"):
+        per_sm = 0
+    elif step == "token_grad" and not light:
+        per_sm = ONE_TILE
+    return Config(block, 4, 2 if light else 1, per_sm)
 
 
 def causal_config(sizes: Sizes, device: torch.device) -> Config:

@@ -337,7 +337,8 @@ class _Back(Call):
             back.token_grad[(self.rows * parts,)](
                 *self._inputs(x), codes, self.saved[-1], to_state, *self._outputs(to_x, weights),
                 *self.functions, x.shape[2], self.heads, grad_parts, parts, span, self.beta,
-                QUERIES=queries, KEYS=keys, **flags, **self.masked, **self._precisions(x), **self.hashing,
+                SINGLE=span == config.block, QUERIES=queries, KEYS=keys, **flags,
+                **self.masked, **self._precisions(x), **self.hashing,
                 **self.options(config),
             )  # fmt: skip
             return to_x, self._weight(weights)
