@@ -119,18 +119,25 @@ def _regular(
     keys = q if k is None else k
     if not q.ndim == keys.ndim == v.ndim == 4 or not (q.numel() and v.numel() and keys.numel()):
         return False
-    tensors = [x for x in (q, keys, v, mask, *functions) if x is not None]
-    if any(x.device != q.device for x in tensors) or any(x.dtype != torch.float32 for x in functions):
+    weight, device = functions.weight, q.device
+    dim = functions.support.shape[2] if isinstance(functions, HashFunctions) else weight.shape[1]
+    batch, heads, tokens, _ = v.shape
+    if keys.shape != (batch, heads, tokens, dim) or heads != weight.shape[0] or weight.shape[2] > 64:
         return False
-    if any(x.dtype not in _FUSED_DTYPES for x in (q, keys, v)) or functions.weight.shape[-1] > 64:
+    if k is not None and (q.shape[:2] != (batch, heads) or q.shape[3] != dim):
         return False
-    batch, heads, tokens, dim = keys.shape
-    first = functions.support.shape[-1] if isinstance(functions, HashFunctions) else functions.weight.shape[1]
-    fits = (heads, dim) == (functions.weight.shape[0], first) and v.shape[:3] == keys.shape[:3]
-    fits = fits and (q.shape[0], q.shape[1], q.shape[3]) == (batch, heads, dim)
     if is_causal and q.shape[2] != tokens:
         return False
-    return fits and (mask is None or (mask.dtype == torch.bool and mask.shape == (batch, tokens)))
+    if mask is not None and (mask.dtype, mask.shape, mask.device) != (torch.bool, (batch, tokens), device):
+        return False
+    if (
+        weight.dtype != torch.float32
+        or weight.device != device
+        or v.device != device
+        or keys.device != device
+    ):
+        return False
+    return q.dtype in _FUSED_DTYPES and v.dtype in _FUSED_DTYPES and keys.dtype in _FUSED_DTYPES
 
 
 def hash_attention(

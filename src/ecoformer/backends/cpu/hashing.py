@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from ecoformer.backends.cpu.compiler import compiled, inlined, int32, int64
+from ecoformer.backends.cpu.compiler import compiled, inlined, int64
 from ecoformer.backends.cpu.problem import BLOCK, Places, Problem, padded
 from ecoformer.backends.cpu.vectors import (
     TILE,
-    bits_of,
     floats,
-    from_bits,
+    kernel_row,
     nan_bits,
     row_product,
     sign_bits,
@@ -22,25 +21,6 @@ from ecoformer.backends.cpu.vectors import (
 
 _padded = inlined(padded)
 _ONE, _ZERO, _HALF = np.float32(1), np.float32(0), np.float32(0.5)
-_LOG2_E = np.float32(1.4426950408889634)
-_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-"""ln 2 in two parts: the first has few bits, so that its multiples are exact."""
-_ROUNDER = np.float32(12582912.0)
-"""1.5 * 2^23: what is added to it is rounded to a whole number, which then is in its last bits."""
-_LOWEST = np.float32(-87.0)
-"""Below, the result would have no full precision; it is 1e-38 there, nothing beside other features."""
-_C2, _C3, _C4, _C5, _C6 = (np.float32(1 / n) for n in (2, 6, 24, 120, 720))
-
-
-@inlined
-def exponential(x: Any) -> Any:
-    """e^x for x <= 0 by a polynomial, so that loops over it become vector instructions; NaN stays NaN."""
-    x = _LOWEST if x < _LOWEST else x
-    rounded = x * _LOG2_E + _ROUNDER
-    n = rounded - _ROUNDER
-    r = (x - n * _LN2_HIGH) - n * _LN2_LOW
-    series = ((((_C6 * r + _C5) * r + _C4) * r + _C3) * r + _C2) * r * r + r + _ONE
-    return series * from_bits((bits_of(rounded) + int32(127)) << int32(23))
 
 
 @inlined
@@ -48,30 +28,23 @@ def prepare(p: Problem, at: Places, room: Any, head: int) -> None:
     """A head's hash functions, rows padded and laid out as the products read them."""
     m, b, dim = p.samples, p.bits, p.dim
     wide_m, wide_b = _padded(m), _padded(b)
+    for i in range(at.first, at.scale):
+        room[i] = _ZERO
     weight = floats(p.weight)
+    rows, to = (m, at.second) if m else (dim, at.first)
+    for i in range(rows):
+        for r in range(b):
+            room[to + i * wide_b + r] = weight[(head * rows + i) * b + r]
     if m == 0:
-        _copy_padded(weight, head * dim * b, dim, b, room, at.first, wide_b)
         return
-    _copy_padded(weight, head * m * b, m, b, room, at.second, wide_b)
-    support, mean = floats(p.support), floats(p.mean)
-    sigma = floats(p.sigma)[head]
-    for j in range(wide_m):
-        room[at.offset + j] = room[at.mean + j] = _ZERO
-        for d in range(dim):
-            room[at.first + d * wide_m + j] = _ZERO
+    support, mean, sigma = floats(p.support), floats(p.mean), floats(p.sigma)[head]
     for j in range(m):
         row = (head * m + j) * dim
         room[at.offset + j] = -_HALF * square_sum(support, row, dim) / sigma
         room[at.mean + j] = mean[head * m + j]
-        for d in range(dim):
-            room[at.first + d * wide_m + j] = support[row + d]
-
-
-@inlined
-def _copy_padded(source: Any, start: int, rows: int, columns: int, room: Any, to: int, wide: int) -> None:
-    for i in range(rows):
-        for j in range(wide):
-            room[to + i * wide + j] = source[start + i * columns + j] if j < columns else _ZERO
+    for d in range(dim):
+        for j in range(m):
+            room[at.first + d * wide_m + j] = support[(head * m + j) * dim + d]
 
 
 @compiled
@@ -111,20 +84,16 @@ def _project(
                 for r in range(wide_b):
                     room[at.projections + t * wide_b + r] = np.nan
         return
-    sigma = floats(p.sigma)[head]
+    _product(tokens, start, stride, n, p.dim, room, at.first, wide_m, at.features)
+    inverse = _ONE / floats(p.sigma)[head]
     for t in range(n):
         square = room[at.scale + t]
-        unit = _ONE if square == _ZERO else square
-        scale = _ONE / (np.sqrt(unit) * sigma)
-        room[at.scale + t] = scale if square < np.inf else np.float32(np.nan)
-        room[at.shift + t] = _ZERO if square == _ZERO else -_HALF / sigma
-    _product(tokens, start, stride, n, p.dim, room, at.first, wide_m, at.features)
-    for t in range(n):
-        scale, shift, row = room[at.scale + t], room[at.shift + t], at.features + t * wide_m
-        for j in range(wide_m):
-            exponent = room[row + j] * scale + (room[at.offset + j] + shift)
-            exponent = _ZERO if exponent > _ZERO else exponent
-            room[row + j] = exponential(exponent) - room[at.mean + j]
+        empty = square == _ZERO
+        scale = inverse / np.sqrt(_ONE if empty else square)
+        scale = scale if square < np.inf else np.float32(np.nan)
+        shift = _ZERO if empty else -_HALF * inverse
+        row = at.features + t * wide_m
+        kernel_row(room, row, room, at.offset, room, at.mean, wide_m, scale, shift)
     _product(room, at.features, wide_m, n, p.samples, room, at.second, wide_b, at.projections)
 
 

@@ -6,9 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from ecoformer.backends.cpu.causal import causal_head
-from ecoformer.backends.cpu.compiler import compiled, digest_of_sources, inlined
+from ecoformer.backends.cpu.compiler import compiled, digest_of_sources, inlined, to_fixed_tuple
 from ecoformer.backends.cpu.hashing import prepare
-from ecoformer.backends.cpu.problem import CAUSAL, GATHER, SCATTER, Places, Problem, padded
+from ecoformer.backends.cpu.problem import (
+    CAUSAL,
+    GATHER,
+    PLACES_SIZE,
+    PROBLEM_SIZE,
+    SCATTER,
+    Places,
+    Problem,
+    padded,
+)
 from ecoformer.backends.cpu.sums import clear, gather, scatter, tabulate
 from ecoformer.backends.cpu.vectors import add_row, floats, integers, octets
 
@@ -31,13 +40,16 @@ def _entry(digest: int) -> Callable[..., None]:
     """numba compiles anew when this file changes or what a function closes over, but not for other files."""
 
     @compiled
-    def run(job: int, first: int, last: int, address: int, p: Problem, at: Places) -> None:
+    def run(job: int, first: int, last: int, address: int, problem: int, layout: int) -> None:
         """Parts `first` to `last`: sums over keys (GATHER), what queries read (SCATTER), or both (WHOLE).
 
-        Heads with the same hash functions follow each other. Memory at `address` is the thread's own.
+        Heads with the same hash functions follow each other. Memory at `address` is the thread's own;
+        `problem` and `layout` are the addresses of a `Problem` and its `Places`, of int64 each.
         """
         if digest == 0:
             return
+        p = Problem(*to_fixed_tuple(integers(problem), PROBLEM_SIZE))
+        at = Places(*to_fixed_tuple(integers(layout), PLACES_SIZE))
         own_integers = address + 4 * at.integers
         own_codes = own_integers + 8 * at.codes
         room, whole = floats(address), integers(own_integers)
@@ -51,7 +63,7 @@ def _entry(digest: int) -> Callable[..., None]:
         for unit in range(first, last):
             group, piece = unit // p.pieces, unit % p.pieces
             head, batch = group // p.batch, group % p.batch
-            if head != ready:
+            if head != ready and not (job == SCATTER and p.codes):
                 prepare(p, at, room, head)
                 ready = head
             if job == CAUSAL:

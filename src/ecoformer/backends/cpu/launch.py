@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from array import array
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ecoformer.backends.cpu.kernels import run
-from ecoformer.backends.cpu.problem import CAUSAL, GATHER, SCATTER, WHOLE, Problem, padded, places
+from ecoformer.backends.cpu.problem import (
+    CAUSAL,
+    CODES,
+    GATHER,
+    KEYS,
+    PROBLEM_SIZE,
+    SCATTER,
+    WHOLE,
+    padded,
+    places,
+)
 from ecoformer.backends.cpu.threads import scratch, spread
 from ecoformer.backends.fused import empty_out
 from ecoformer.backends.hashing import Functions, HashFunctions
@@ -25,15 +39,39 @@ def digit_of(bits: int, channels: int, keys: int) -> int:
     return 8 if bits > 4 and keys >= _MANY and buckets * padded(channels) * 4 <= _BYTES else 4
 
 
+class Plan(NamedTuple):
+    """What hangs on a call's sizes alone."""
+
+    digit: int
+    pieces: int
+    size: int
+    """Bytes of a thread's scratch memory."""
+    layout: array[int]
+    """`Places`, as the kernels read them."""
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    groups: int, queries: int, keys: int, dim: int, channels: int, samples: int, bits: int, threads: int
+) -> Plan:
+    pieces = 1
+    if groups < threads:
+        pieces = max(1, min(-(-threads // groups), max(keys, queries) // _LEAST))
+    digit = digit_of(bits, channels, keys)
+    at = places(dim, channels, samples, bits, digit, keys)
+    return Plan(digit, pieces, at.end, array("q", at))
+
+
 def compile_kernels() -> None:
     """Compile, or read what was compiled before: a run over no heads."""
-    nothing = Problem(*(1 for _ in Problem._fields))
-    run(WHOLE, 0, 0, scratch(64), nothing, places(nothing))
+    nothing = array("q", [1] * PROBLEM_SIZE).buffer_info()[0]
+    run(WHOLE, 0, 0, nothing, nothing, nothing)
 
 
 def _rows(x: Tensor) -> Tensor:
     """fp32 with channels next to each other."""
-    x = x.float()
+    if x.dtype != torch.float32:
+        x = x.float()
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -47,64 +85,42 @@ def attend(
     causal: bool,
 ) -> Tensor:
     """Attention of checked arguments, by as many threads as PyTorch would use."""
-    dtype = v.dtype
-    q, v = _rows(q.detach()), _rows(v.detach())
-    k = q if k is None else _rows(k.detach())
+    dtype, q, v = v.dtype, _rows(q), _rows(v)
+    keys = q if k is None else _rows(k)
     out = empty_out(q, v)
-    batch, heads, queries, dim = q.shape
-    keys, channels = v.shape[2:]
-    kernel = isinstance(functions, HashFunctions)
-    tensors = [x.detach().contiguous() for x in functions]
+    batch, heads, n_queries, dim = q.shape
+    n_keys, channels = v.shape[2:]
+    tensors = [x.contiguous() for x in functions]
+    samples = functions.support.shape[1] if isinstance(functions, HashFunctions) else 0
     bits = functions.weight.shape[-1]
     threads, groups = torch.get_num_threads(), batch * heads
-    pieces = 1
-    if groups < threads and not causal:
-        pieces = max(1, min(-(-threads // groups), max(keys, queries) // _LEAST))
-    wide = padded(channels)
-    shared: tuple[Tensor, ...] = ()
-    if pieces > 1:
-        codes = torch.empty(groups * keys * 9, dtype=torch.uint8)
-        sums = torch.empty(groups * pieces * (bits + 1) * wide)
-        tallies = torch.empty(groups * pieces * (bits + 2), dtype=torch.int64)
-        shared = (codes, sums, tallies)
-    numbers = [
-        batch,
-        heads,
-        queries,
-        keys,
-        dim,
-        channels,
-        tensors[0].shape[1] if kernel else 0,
-        bits,
-        digit_of(bits, channels, keys),
-        pieces,
-        int(beta),
-        *_place(q),
-        0 if k is q else k.data_ptr(),
-        *k.stride()[:3],
-        *_place(v),
-        *_place(out),
-        *((0, 0, 0) if mask is None else (mask.data_ptr(), *mask.stride())),
-        *([x.data_ptr() for x in tensors] if kernel else [0, 0, 0, tensors[0].data_ptr()]),
-        *_shared(shared, k is q),
-    ]
-    problem = Problem(*numbers)
-    at = places(problem)
-
-    for job in [CAUSAL] if causal else [WHOLE] if pieces == 1 else [GATHER, SCATTER]:
+    plan = _plan(groups, n_queries, n_keys, dim, channels, samples, bits, 1 if causal else threads)
+    shared = _shared(groups, n_keys, channels, bits, plan.pieces) if plan.pieces > 1 else None
+    numbers = [batch, heads, n_queries, n_keys, dim, channels, samples, bits, plan.digit, plan.pieces]
+    numbers += [int(beta), *_place(q), *_place(keys), *_place(v), *_place(out)]
+    numbers += [0, 0, 0] if mask is None else [mask.data_ptr(), *mask.stride()]
+    numbers += ([] if samples else [0, 0, 0]) + [x.data_ptr() for x in tensors]
+    numbers += [0, 0, 0] if shared is None else [x.data_ptr() for x in shared]
+    problem = array("q", numbers)
+    if k is None:
+        problem[KEYS] = 0
+    elif shared is not None:
+        problem[CODES] = 0
+    addresses = problem.buffer_info()[0], plan.layout.buffer_info()[0]
+    for job in [CAUSAL] if causal else [WHOLE] if shared is None else [GATHER, SCATTER]:
 
         def work(first: int, last: int, job: int = job) -> None:
-            run(job, first, last, scratch(at.end), problem, at)
+            run(job, first, last, scratch(plan.size), *addresses)
 
-        spread(work, groups * pieces, threads)
+        spread(work, groups * plan.pieces, threads)
     return out if dtype == torch.float32 else out.to(dtype)
 
 
-def _shared(tensors: tuple[Tensor, ...], keep_codes: bool) -> tuple[int, int, int]:
-    if not tensors:
-        return 0, 0, 0
-    codes, sums, tallies = (x.data_ptr() for x in tensors)
-    return codes if keep_codes else 0, sums, tallies
+def _shared(groups: int, keys: int, channels: int, bits: int, pieces: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for what lies between two passes: codes, and the parts' sums and tallies."""
+    codes = torch.empty(groups * keys * 9, dtype=torch.uint8)
+    sums = torch.empty(groups * pieces * (bits + 1) * padded(channels))
+    return codes, sums, torch.empty(groups * pieces * (bits + 2), dtype=torch.int64)
 
 
 def _place(x: Tensor) -> tuple[int, int, int, int]:

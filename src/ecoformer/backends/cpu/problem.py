@@ -75,7 +75,6 @@ class Places(NamedTuple):
     offset: int
     mean: int
     scale: int
-    shift: int
     features: int
     projections: int
     buckets: int
@@ -95,37 +94,41 @@ class Places(NamedTuple):
     """All of it, in bytes."""
 
 
+PROBLEM_SIZE, PLACES_SIZE = len(Problem._fields), len(Places._fields)
+KEYS, CODES = Problem._fields.index("k"), Problem._fields.index("codes")
+"""Where these addresses are in a `Problem`."""
+
+
 def padded(number: int) -> int:
     """The next multiple of a vector's lanes."""
     return (number + LANES - 1) // LANES * LANES
 
 
-def digits(p: Problem) -> int:
+def digits(bits: int, digit: int) -> int:
     """How many digits a code has."""
-    return (p.bits + p.digit - 1) // p.digit
+    return (bits + digit - 1) // digit
 
 
-def places(p: Problem) -> Places:
+def places(dim: int, channels: int, samples: int, bits: int, digit: int, keys: int) -> Places:
     """Where everything lies."""
-    m, b, c = padded(p.samples), padded(p.bits), padded(p.channels)
-    rows = digits(p) << p.digit
-    tokens = padded(max(p.keys, BLOCK))
-    second = p.dim * (m if p.samples else b)
-    offset = second + p.samples * b
+    m, b, c = padded(samples), padded(bits), padded(channels)
+    rows = digits(bits, digit) << digit
+    tokens = padded(max(keys, BLOCK))
+    second = dim * (m if samples else b)
+    offset = second + samples * b
     mean = offset + m
     scale = mean + m
-    shift = scale + BLOCK
-    features = shift + BLOCK
+    features = scale + BLOCK
     projections = features + BLOCK * m
     buckets = projections + BLOCK * b
     tables = buckets + rows * c
     sums = tables + rows * c
-    row = sums + (2 * p.bits + 2) * c
+    row = sums + (2 * bits + 2) * c
     integers = row + 2 * c
     denominators = rows
     tallies = denominators + rows
-    wheres = tallies + padded(p.bits + 2)
-    codes = wheres + padded(digits(p))
+    wheres = tallies + padded(bits + 2)
+    codes = wheres + padded(digits(bits, digit))
     end = integers * 4 + (codes + tokens) * 8 + tokens
     return Places(
         0,
@@ -133,7 +136,6 @@ def places(p: Problem) -> Places:
         offset,
         mean,
         scale,
-        shift,
         features,
         projections,
         buckets,

@@ -60,7 +60,7 @@ def gather(
         hash_tokens(p, at, room, head, keys, token, p.k_token, count, codes, nans, to + begin)
         for i in range(at.buckets, at.tables):
             room[i] = _ZERO
-        for i in range(_digits(p) << p.digit):
+        for i in range(_digits(p.bits, p.digit) << p.digit):
             whole[at.counts + i] = 0
         _fill(p, at, room, whole, batch, head, begin, count, codes, nans, to + begin, tallies, tally)
         _fold(p, at, room, whole, sums, sums0, tallies, tally)
@@ -86,16 +86,18 @@ def _fill(
     values, masks = floats(p.v), octets(p.mask)
     v0 = batch * p.v_batch + head * p.v_head
     m0 = batch * p.mask_batch
-    wide, number, low = _padded(p.channels), _digits(p), (int64(1) << p.digit) - 1
+    wide, number, low = _padded(p.channels), _digits(p.bits, p.digit), (int64(1) << p.digit) - 1
+    broken = int64(0)
     for t in range(count):
         if p.mask and masks[m0 + (begin + t) * p.mask_token]:
             continue
         code = codes[to + t]
-        tallies[tally + p.bits + 1] |= nans[to + t]
+        broken |= nans[to + t]
         for g in range(number):
             bucket = (g << p.digit) + ((code >> (g * p.digit)) & low)
             whole[at.counts + bucket] += 1
             add_row(room, at.buckets + bucket * wide, values, v0 + (begin + t) * p.v_token, p.channels)
+    tallies[tally + p.bits + 1] |= broken
 
 
 @inlined
@@ -104,7 +106,7 @@ def _fold(
 ) -> None:
     """Buckets to sums: upper half minus lower is a bit's, both together are the other bits' buckets."""
     wide = _padded(p.channels)
-    for g in range(_digits(p)):
+    for g in range(_digits(p.bits, p.digit)):
         base = at.buckets + (g << p.digit) * wide
         count = at.counts + (g << p.digit)
         for r in range(min(p.digit, p.bits - g * p.digit) - 1, -1, -1):
@@ -129,7 +131,7 @@ def tabulate(
     its sum. The bias is in the first digit's rows.
     """
     wide = _padded(p.channels)
-    for g in range(_digits(p)):
+    for g in range(_digits(p.bits, p.digit)):
         base = at.tables + (g << p.digit) * wide
         below = at.denominators + (g << p.digit)
         count = min(p.digit, p.bits - g * p.digit)
@@ -201,7 +203,7 @@ def _read(
 ) -> None:
     out = floats(p.out)
     out0 = batch * p.out_batch + head * p.out_head
-    wide, number, low = _padded(p.channels), _digits(p), (int64(1) << p.digit) - 1
+    wide, number, low = _padded(p.channels), _digits(p.bits, p.digit), (int64(1) << p.digit) - 1
     rows = whole[at.rows : at.rows + number]
     for t in range(count):
         code = codes[to + t]

@@ -150,18 +150,6 @@ def octets(address: int) -> Any:
 
 
 @intrinsic
-def bits_of(typing: Any, x: Any) -> Any:
-    """The 32 bits of an fp32 number as an integer."""
-    return types.int32(types.float32), lambda _, builder, __, arguments: builder.bitcast(arguments[0], _I32)
-
-
-@intrinsic
-def from_bits(typing: Any, x: Any) -> Any:
-    """The fp32 number of 32 bits."""
-    return types.float32(types.int32), lambda _, builder, __, arguments: builder.bitcast(arguments[0], _F32)
-
-
-@intrinsic
 def sign_bits(typing: Any, y: Any, y0: Any) -> Any:
     """Bit r says whether number r of 16 is at least zero."""
 
@@ -250,6 +238,73 @@ def _rows(count: int, step: Callable[[Any, Any, list[Any]], list[Any]]) -> Any:
         return context.get_dummy_value()
 
     return emit
+
+
+_LOG2_E = 1.4426950408889634
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+"""ln 2 in two parts: the first has few bits, so that its multiples are exact."""
+_ROUNDER = 12582912.0
+"""1.5 * 2^23: what is added to it is rounded to a whole number, which then is in its last bits."""
+_LOWEST = -87.0
+"""Below, the result would have no full precision; it is 1e-38 there, nothing beside other features."""
+
+
+def _like(value: Any, number: float) -> Any:
+    """A constant of the type of a vector or a single number."""
+    return ir.Constant(value.type, [number] * LANES if value.type == _VECTOR else number)
+
+
+def _chosen(builder: Any, relation: str, x: Any, bound: float) -> Any:
+    """The bound where x has that relation to it, else x, also where x is NaN."""
+    edge = _like(x, bound)
+    return builder.select(builder.fcmp_ordered(relation, x, edge), edge, x)
+
+
+def _exponential(builder: Any, x: Any) -> Any:
+    """e^x for x <= 0: 2^n for the nearest n, times a polynomial of what is left; NaN stays NaN."""
+
+    def multiply_add(a: Any, b: Any, c: Any) -> Any:
+        return builder.fadd(builder.fmul(a, b, flags=_FUSED), c, flags=_FUSED)
+
+    x = _chosen(builder, "<", x, _LOWEST)
+    rounded = multiply_add(x, _like(x, _LOG2_E), _like(x, _ROUNDER))
+    n = builder.fsub(rounded, _like(x, _ROUNDER))
+    rest = multiply_add(n, _like(x, -_LN2_HIGH), x)
+    rest = multiply_add(n, _like(x, -_LN2_LOW), rest)
+    series = _like(x, 1 / 720)
+    for factorial in (120, 24, 6, 2, 1, 1):
+        series = multiply_add(series, rest, _like(x, 1 / factorial))
+    whole = ir.VectorType(_I32, LANES) if x.type == _VECTOR else _I32
+    bias, places = (ir.Constant(whole, [c] * LANES if x.type == _VECTOR else c) for c in (127, 23))
+    power = builder.shl(builder.add(builder.bitcast(rounded, whole), bias), places)
+    return builder.fmul(series, builder.bitcast(power, x.type))
+
+
+def _kernel(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
+    product, offset, mean = rows
+    scale, shift = scalars
+    exponent = builder.fmul(product, scale, flags=_FUSED)
+    exponent = builder.fadd(exponent, builder.fadd(offset, shift), flags=_FUSED)
+    return [builder.fsub(_exponential(builder, _chosen(builder, ">", exponent, 0.0)), mean)]
+
+
+@intrinsic
+def kernel_row(
+    typing: Any,
+    y: Any,
+    y0: Any,
+    offset: Any,
+    offset0: Any,
+    mean: Any,
+    mean0: Any,
+    length: Any,
+    scale: Any,
+    shift: Any,
+) -> Any:
+    """y = exp(min(scale y + offset + shift, 0)) - mean."""
+    whole, single = types.int64, types.float32
+    signature = types.void(y, whole, offset, whole, mean, whole, whole, single, single)
+    return signature, _rows(3, _kernel)
 
 
 @intrinsic
