@@ -32,6 +32,23 @@ def test_every_mechanism_stands_beside_the_printed_figures():
         assert re.search(rf"^\| {row['mechanism']}[^|]* \| {ours} \| {theirs} \|$", PAGE, re.MULTILINE), row
 
 
+def test_the_readme_shows_the_same():
+    readme, paper = (ROOT / "README.md").read_text(), printed()
+    names = re.search(r"^\| \| (softmax \|.*) \|$", readme, re.MULTILINE).group(1).split(" | ")
+    ours = {row["mechanism"]: row for row in rows_of("cifar100")}
+    lines = {
+        "accuracy, ours": [f"{100 * ours[n]['accuracy']:.2f} %" for n in names],
+        "energy, ours": [f"{ours[n]['energy_pj'] / 1e9:.2f} mJ" for n in names],
+        "accuracy, paper": [f"{float(paper[n]['top1']):.2f} %" for n in names],
+        "energy, paper": [f"{float(paper[n]['energy_bpj']):.2f} mJ" for n in names],
+    }
+    for label, cells in lines.items():
+        assert f"| {label} | {' | '.join(cells)} |" in readme
+    for row in rows_of("cifar100_finetuned"):
+        if row["label"] in ("softmax, 10 more epochs", "eco, taught by the softmax model"):
+            assert f"{100 * row['accuracy']:.2f} %" in readme
+
+
 def test_fine_tuning_is_shown_as_measured():
     rows = rows_of("cifar100_finetuned")
     for row in rows:
