@@ -200,9 +200,10 @@ def test_evaluating_a_model_of_ones_own(tmp_path):
 
 @pytest.mark.slow
 def test_compiled(tmp_path):
-    chosen = recipe(MASKED, "compile=true", folder=tmp_path)
+    undropped = ["model.options.dropout=0.0"]  # compiled code draws otherwise
+    chosen = recipe(MASKED, "compile=true", *undropped, folder=tmp_path)
     result = train(chosen, tmp_path / "run", show=False)
-    plain = train(recipe(MASKED, folder=tmp_path), tmp_path / "plain", show=False)
+    plain = train(recipe(MASKED, *undropped, folder=tmp_path), tmp_path / "plain", show=False)
     assert result["test_loss"] == pytest.approx(plain["test_loss"], rel=1e-3)
 
 
@@ -210,7 +211,8 @@ def test_compiled(tmp_path):
 def test_the_command_killed_again_and_again(tmp_path):
     """Real processes, killed by the clock wherever they are, until one comes through."""
     file = tmp_path / "masked.yaml"
-    file.write_text(yaml.safe_dump(MASKED | {"schedule": {"steps": 150, "warmup": 2}, "save_every": 10}))
+    changes = {"schedule": {"steps": 40}, "save_every": 9, "evaluate_every": 3}
+    file.write_text(yaml.safe_dump(MASKED | changes))
     command = [sys.executable, "-m", "ecoformer", "train", str(file), "--out"]
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([*command, str(tmp_path / "whole")], check=True, env=variables, capture_output=True)
@@ -222,12 +224,12 @@ def test_the_command_killed_again_and_again(tmp_path):
         started = subprocess.Popen([*command, str(folder), *resume], env=variables, stderr=subprocess.DEVNULL)
         while started.poll() is None and RunFolder(folder).steps() == before:
             time.sleep(0.01)
-        time.sleep(0.05 * kills % 0.4)
+        time.sleep(0.04 * kills)
         if started.poll() is None:
             started.kill()
             kills += 1
         started.wait()
-    assert kills > 2
+    assert kills > 1
     assert outcome(folder) == outcome(tmp_path / "whole")
 
 
