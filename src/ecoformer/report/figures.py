@@ -156,6 +156,9 @@ def accuracy_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
         axes.set_xlabel("Energy of a forward pass (mJ)")
         axes.set_ylabel("Accuracy (%)")
         axes.margins(0.18, 0.2)
+        low, high = axes.get_ylim()
+        if max(row["accuracy"] for row in rows) <= 100:  # and no axis beyond what there can be
+            axes.set_ylim(low, min(high, 100 + 0.04 * (100 - low)))
         quiet_grid(axes, "both")
         label_points(axes, points)
     return figure
