@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ecoformer.arguments import bias_value
-from ecoformer.backends import eager
+from ecoformer.backends import eager, fused
 from ecoformer.backends.hashing import HashFunctions, Hyperplanes, codes, project
 from ecoformer.functional import sign_ste, unpack_codes
 
@@ -191,7 +191,7 @@ CASES = [
     Case(63, dim=40, bits=33, n_k=50, masked=True),
     Case(5, n_k=70, bits=16),
     Case(1, causal=True),
-    Case(63, bits=8, causal=True),
+    Case(63, bits=8, causal=True, batch=1),
     Case(300, value_dim=40, masked=True, causal=True, batch=1),
 ]
 THOROUGH = [
@@ -213,7 +213,7 @@ def test_output_and_gradients(kernels, case):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("case", [CASES[1], CASES[5], CASES[7]._replace(n=130)])
+@pytest.mark.parametrize("case", [CASES[1], CASES[5], CASES[7]._replace(n=130, heads=1)])
 def test_half_precision(kernels, case, dtype):
     check(kernels, case, dtype)
 
@@ -235,19 +235,22 @@ def test_bf16_by_the_interpreter(kernels):
         assert error(x, true) < 2**-7
 
 
-@pytest.mark.parametrize("per_sm", [1, 3, 12])
-def test_however_tokens_are_cut(kernels, configs, per_sm):
-    inputs = make(Case(500, batch=1, heads=1))
-    grad = torch.randn(1, 1, 500, 16).to(DEVICE)
-    # On the CPU a "GPU" has one multiprocessor; 12 stretches are more than a reader adds up itself.
-    config = configs.Config(16 if per_sm == 12 else 64, 4, 2, per_sm)
+@pytest.mark.parametrize(("block", "per_sm"), [(64, 1), (64, 3), (32, 1 << 20)])
+@pytest.mark.parametrize("cheap", [0, 1 << 30])
+def test_however_tokens_are_cut(kernels, configs, monkeypatch, block, per_sm, cheap):
+    from ecoformer.backends.triton import launch
+
+    monkeypatch.setattr(launch, "_CHEAP_TO_ADD", cheap)
+    inputs = make(Case(230, batch=1, heads=1))
+    grad = torch.randn(1, 1, 230, 16).to(DEVICE)
+    config = configs.Config(block, 4, 2, per_sm)
     with configs.trial(gather=config, read=config, gather_grad=config, token_grad=config):
         results = by_kernels(kernels, inputs, grad)
     for x, true in zip(results, by_autograd(inputs, grad, torch.float64), strict=True):
         assert error(x, true) < 2e-6
 
 
-@pytest.mark.parametrize("case", [Case(300, heads=1), Case(90, causal=True), Case(40, n_k=60)])
+@pytest.mark.parametrize("case", [Case(150, heads=1), Case(140, causal=True, heads=1), Case(40, n_k=60)])
 def test_repeated_runs_are_equal(kernels, case):
     inputs = make(case)
     grad = torch.randn(*inputs.q.shape[:3], case.value_dim).to(DEVICE)
@@ -286,12 +289,12 @@ def test_room_is_as_announced(kernels, case):
 @pytest.mark.parametrize("what", ["q", "v"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_nan_stays_in_its_sample(kernels, what, causal):
-    inputs = make(Case(200, causal=causal, batch=3, heads=1))
-    grad = torch.randn(3, 1, 200, 16).to(DEVICE)
+    inputs = make(Case(160, causal=causal, batch=3, heads=1))
+    grad = torch.randn(3, 1, 160, 16).to(DEVICE)
     clean = by_kernels(kernels, inputs, grad)[:-1]
-    getattr(inputs, what)[1, :, 150] = torch.nan
+    getattr(inputs, what)[1, :, 140] = torch.nan
     spoilt = by_kernels(kernels, inputs, grad)[:-1]
-    assert spoilt[0][1, :, 150:].isnan().all()
+    assert spoilt[0][1, :, 140:].isnan().all()
     for x, y in zip(clean, spoilt, strict=True):
         assert torch.equal(x[::2], y[::2])
 
@@ -316,9 +319,9 @@ def test_nan_of_a_query_stays_there(kernels):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_may_hold_anything(kernels, causal):
-    inputs = make(Case(150, masked=True, causal=causal))
-    grad = torch.randn(2, 2, 150, 16).to(DEVICE)
-    padding = inputs.mask[:, None].expand(2, 2, 150)
+    inputs = make(Case(140, masked=True, causal=causal, heads=1))
+    grad = torch.randn(2, 1, 140, 16).to(DEVICE)
+    padding = inputs.mask[:, None]
     clean = by_kernels(kernels, inputs, grad)
     inputs.v[padding] = torch.nan
     for x, y in zip(clean, by_kernels(kernels, inputs, grad), strict=True):
@@ -367,15 +370,28 @@ def test_only_what_is_needed(kernels, needs, n_k):
 
 
 def test_a_bias_that_is_no_whole_number(kernels):
-    inputs = make(Case(100, causal=True))._replace(beta=17.3)
-    grad = torch.randn(2, 2, 100, 16).to(DEVICE)
+    inputs = make(Case(100, causal=True, heads=1))._replace(beta=17.3)
+    grad = torch.randn(2, 1, 100, 16).to(DEVICE)
     for x, true in zip(
         by_kernels(kernels, inputs, grad), by_autograd(inputs, grad, torch.float64), strict=True
     ):
         assert error(x, true) < 2e-6
 
 
-def test_what_it_cannot_do(kernels):
+@pytest.mark.parametrize("case", [Case(40, masked=True), Case(20, n_k=30), Case(40, causal=True)])
+def test_as_a_registered_operator(kernels, case):
+    inputs = make(case)
+    grad = torch.randn(*inputs.q.shape[:3], case.value_dim).to(DEVICE)
+    copy, wanted = leaves(inputs)
+    out = fused.run("triton", *copy, True)
+    found = [out.detach(), *torch.autograd.grad(out, wanted, grad)]
+    for x, true in zip(found, by_autograd(inputs, grad, torch.float64), strict=True):
+        assert error(x, true) < 2e-6
+    arguments = (*inputs[:4], *inputs.functions, inputs.beta, inputs.causal, "triton")
+    torch.library.opcheck(fused.eco_attention, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_what_it_cannot_do(kernels, monkeypatch):
     inputs = make(Case(20, n_k=30))
 
     def reason(causal=False, **changes):
@@ -388,6 +404,10 @@ def test_what_it_cannot_do(kernels):
     assert "channels" in reason(v=torch.zeros(2, 2, 30, 129, device=DEVICE))
     wide = inputs.functions._replace(weight=torch.zeros(2, 25, 65, device=DEVICE))
     assert "bits" in reason(functions=wide)
+    assert reason(k=None, causal=True) is None
+    monkeypatch.setattr(kernels, "_VERSION", (3, 2))
+    assert "Triton 3.3" in reason(k=None, causal=True)
+    assert reason() is None
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs the memory and the speed of a GPU")

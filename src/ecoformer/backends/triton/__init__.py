@@ -7,6 +7,7 @@ on the CPU, slowly, for tests.
 from __future__ import annotations
 
 import torch
+import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 
 from ecoformer.backends.fused import Functions, HashFunctions
@@ -17,6 +18,7 @@ __all__ = ["backward", "cannot", "forward", "kept"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST, _MOST = 128, 64
+_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 def cannot(
@@ -34,6 +36,9 @@ def cannot(
         return "it has no kernel for hash functions by hyperplanes"
     if causal and k is not None:
         return "it has no kernel for causal order with keys of their own"
+    if causal and _VERSION < (3, 3):
+        # Its compiler does not fail on the causal backward, it aborts the process.
+        return "its kernels for causal order need Triton 3.3"
     if q.dtype not in _DTYPES or v.dtype not in _DTYPES:
         return "it takes fp32, bf16 and fp16"
     if max(q.shape[-1], v.shape[-1]) > _WIDEST:

@@ -111,7 +111,7 @@ def default(step: Step, sizes: Sizes) -> Config:
     per_sm = 8
     if light and sizes.tokens <= SHORT and step in ("gather", "gather_grad"):
         per_sm = 0
-    elif step == "token_grad" and not light:
+    elif step == "token_grad":
         per_sm = ONE_TILE
     return Config(block, 4, 2 if light else 1, per_sm)
 

@@ -35,22 +35,22 @@ def product(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr):
     Three pieces hold all 24 bits of an fp32 number and every product is exact, so this is as good as fp32
     arithmetic at the speed of bf16. Two fp32 sides are multiplied with PRECISION.
     """
-    if a.dtype == tl.bfloat16 and b.dtype == tl.float32:
+    if a.dtype == b.dtype:
+        total = dot(a, b, PRECISION)
+    elif a.dtype == tl.bfloat16:
         piece = b.to(tl.bfloat16)
         total = dot(a, piece, PRECISION)
         for _ in tl.static_range(PIECES - 1):
             b = b - piece.to(tl.float32)
             piece = b.to(tl.bfloat16)
             total += dot(a, piece, PRECISION)
-    elif a.dtype == tl.float32 and b.dtype == tl.bfloat16:
+    elif b.dtype == tl.bfloat16:
         piece = a.to(tl.bfloat16)
         total = dot(piece, b, PRECISION)
         for _ in tl.static_range(PIECES - 1):
             a = a - piece.to(tl.float32)
             piece = a.to(tl.bfloat16)
             total += dot(piece, b, PRECISION)
-    elif a.dtype == b.dtype:
-        total = dot(a, b, PRECISION)
     else:
         total = dot(a.to(tl.float32), b.to(tl.float32), PRECISION)
     return total
@@ -198,8 +198,8 @@ def kernel_of(x, samples, lengths, scale, PRECISION: tl.constexpr):
     wide = x.to(tl.float32)
     square = tl.sum(wide * wide, axis=1)
     inverse = tl.rsqrt(tl.where(square == 0, 1.0, square))
-    inverse = tl.where(square == float("inf"), float("nan"), inverse)
     products = product(x, samples, 3, PRECISION)
+    # One, zero for a zero vector, and NaN (infinity times zero) for a length whose square overflows.
     own = scale * (square * inverse * inverse)
     exponent = products * (-2.0 * scale * inverse)[:, None] + own[:, None] + (scale * lengths)[None, :]
     return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL)), inverse

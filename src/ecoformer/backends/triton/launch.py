@@ -22,8 +22,8 @@ from ecoformer.backends.triton.configs import Config, Sizes, Step, causal_config
 HASH_PRECISION = "tf32x3"
 """How fp32 matrices are multiplied where codes hang on it: "tf32x3" (three products on tensor cores, about 22
 bits) or "ieee" (plain fp32 arithmetic)."""
-_FEW_PARTS = 8
-"""Partial states up to this number are added up by every reader; more of them by a launch of their own."""
+_CHEAP_TO_ADD = 16 << 20
+"""Bytes of partial states that readers may load to add them up themselves: about the time of a launch."""
 
 Result = TypeVar("Result")
 Needs = tuple[bool, bool, bool, bool]
@@ -118,9 +118,12 @@ class Call:
         """Room for the codes of tokens."""
         return self.room(*x.shape[:3], dtype=_code_dtype(self.bits))
 
-    def add_parts(self, partial: Tensor, parts: int, out: Tensor) -> tuple[Tensor, int]:
-        """Partial states and their number, added up to one each in `out` if there are many."""
-        if parts <= _FEW_PARTS:
+    def add_parts(
+        self, partial: Tensor, parts: int, out: Tensor, step: Step, x: Tensor
+    ) -> tuple[Tensor, int]:
+        """Partial states and their number; added up in `out` where the next step would do it too often."""
+        readers = self.stretches(self.config(step, x), x.shape[2])[0]
+        if parts == 1 or self.rows * readers * parts * self.width * 4 <= _CHEAP_TO_ADD:
             return partial, parts
         grid = (self.rows * triton.cdiv(self.width, 64),)
         states.add_parts[grid](partial, out, parts, self.width, ROWS=32, COLUMNS=64, num_warps=4)
@@ -182,6 +185,7 @@ def _attend(call: Call, q: Tensor, out: Tensor, codes: Tensor, state: Tensor) ->
 
 def _two_passes(call: Call, q: Tensor, k: Tensor | None, out: Tensor, saved: list[Tensor]) -> None:
     partial, parts = _gather(call, q if k is None else k, saved[-2], saved[-1])
+    partial, parts = call.add_parts(partial, parts, saved[-1], "read", q)
 
     def launch(config: Config) -> None:
         stretches, span = call.stretches(config, q.shape[2])
@@ -202,7 +206,7 @@ def _two_passes(call: Call, q: Tensor, k: Tensor | None, out: Tensor, saved: lis
 
 
 def _gather(call: Call, x: Tensor, codes: Tensor, state: Tensor) -> tuple[Tensor, int]:
-    """Codes of the keys, and partial states of every head and how many: one where there were many."""
+    """Codes of the keys, and partial states of every head, and how many of these."""
 
     def launch(config: Config) -> tuple[Tensor, int]:
         parts, span = call.stretches(config, x.shape[2])
@@ -214,7 +218,7 @@ def _gather(call: Call, x: Tensor, codes: Tensor, state: Tensor) -> tuple[Tensor
         )  # fmt: skip
         return partial, parts
 
-    return call.add_parts(*call.fitting("gather", x, launch), state)
+    return call.fitting("gather", x, launch)
 
 
 def _causal_forward(call: Call, q: Tensor, out: Tensor, codes: Tensor, running: Tensor) -> None:
@@ -276,7 +280,8 @@ class _Back(Call):
         if self.config("gather_grad", q).per_sm == 0:
             to_q, to_weight = self._attend_back(q)
         else:
-            to_q, to_weight = self._token_grad(q, codes, *self._gather_grad(q, codes, state), True, True)
+            to_state = self._gather_grad(q, codes, state, q)
+            to_q, to_weight = self._token_grad(q, codes, *to_state, True, True)
         return to_q if self.needs[0] else None, None, self.to_v, to_weight
 
     def cross(self, q: Tensor, k: Tensor) -> Grads:
@@ -285,7 +290,7 @@ class _Back(Call):
         to_q = to_k = None
         weights = []
         if any(self.needs[1:]):
-            to_state = self._gather_grad(q, codes_q, state)
+            to_state = self._gather_grad(q, codes_q, state, k)
             to_k, to_weight = self._token_grad(k, codes_k, *to_state, False, True)
             weights.append(to_weight)
         if self.needs[0] or self.needs[3]:
@@ -312,8 +317,8 @@ class _Back(Call):
         )  # fmt: skip
         return to_q if self.needs[0] else None, None, self.to_v, self._weight(weights)
 
-    def _gather_grad(self, q: Tensor, codes: Tensor, state: Tensor) -> tuple[Tensor, int]:
-        """Partial gradients of the state, and how many there are."""
+    def _gather_grad(self, q: Tensor, codes: Tensor, state: Tensor, keys: Tensor) -> tuple[Tensor, int]:
+        """Partial gradients of the state for the keys' gradients, and how many there are."""
 
         def launch(config: Config) -> tuple[Tensor, int]:
             parts, span = self.stretches(config, q.shape[2])
@@ -326,7 +331,7 @@ class _Back(Call):
             return partial, parts
 
         partial, parts = self.fitting("gather_grad", q, launch)
-        return self.add_parts(partial, parts, torch.empty_like(state))
+        return self.add_parts(partial, parts, torch.empty_like(state), "token_grad", keys)
 
     def _token_grad(
         self, x: Tensor, codes: Tensor, to_state: Tensor, grad_parts: int, queries: bool, keys: bool

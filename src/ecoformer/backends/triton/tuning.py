@@ -11,11 +11,11 @@ from triton.testing import do_bench  # type: ignore[import-untyped, unused-ignor
 
 from ecoformer.backends.fused import CannotRun, HashFunctions
 from ecoformer.backends.triton import launch
-from ecoformer.backends.triton.configs import STEPS, Config, Step, choose, remember, sizes_of, trial
+from ecoformer.backends.triton.configs import ONE_TILE, STEPS, Config, Step, choose, remember, sizes_of, trial
 
 _TILES = ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8), (256, 8))
 _STAGES = (1, 2, 3)
-_PER_SM = (0, 2, 4, 8, 16, 32)
+_PER_SM = (0, 2, 4, 8, 16, 32, ONE_TILE)
 
 
 def tune(
