@@ -89,7 +89,8 @@ def test_a_write_that_fails(what, plain, expected, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_save", failing)
         message = stopped(plain, tmp_path / "run")
-    assert "the checkpoint of step 4 could not be written" in message
+    assert "the checkpoint of step 4 was not completed" in message
+    assert ("make room" in message) == ("No space" in str(error))
     assert message.endswith(
         f"the state of step 2 is kept in {tmp_path}/run; the same command with --resume goes on"
     )
@@ -117,7 +118,7 @@ def test_files_that_cannot_grow(plain, expected, tmp_path):
         Trainer._step = limited
 
     assert in_child(run, before) == 0
-    assert "the checkpoint of step 4 could not be written" in said.read_text()
+    assert "the checkpoint of step 4 was not completed" in said.read_text()
     assert RunFolder(tmp_path / "run").newest_good() == 2
     assert whole(plain, tmp_path / "run", resume=True) == expected
 
@@ -316,7 +317,9 @@ def test_a_lost_worker(in_files, tmp_path, monkeypatch):
         patch.setattr(Pictures, "__getitem__", deadly)
         message = stopped(in_files, tmp_path / "run")
     assert "DataLoader worker" in message
-    assert "the state of step 4 is kept" in message
+    # PyTorch tells of a lost worker by a signal, which may come while a checkpoint is written.
+    assert RunFolder(tmp_path / "run").newest_good() >= 4
+    assert f"the state of step {RunFolder(tmp_path / 'run').newest_good()} is kept" in message
     assert whole(in_files, tmp_path / "run", resume=True) == expected
     none = recipe(in_files.model_dump(mode="json"), "data.workers=0", folder=tmp_path)
     alone = whole(none, tmp_path / "alone")

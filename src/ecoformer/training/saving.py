@@ -52,7 +52,8 @@ def write_checkpoint(trainer: Trainer) -> None:
     except Exception as error:  # a full disk is an OSError, a RuntimeError or safetensors' own
         shutil.rmtree(path, ignore_errors=True)
         what = " ".join(str(error).split())[:300]
-        raise OSError(f"the checkpoint of step {step} could not be written ({what}): make room") from error
+        remedy = ": make room" if "No space left" in what else ""
+        raise OSError(f"the checkpoint of step {step} was not completed ({what}){remedy}") from error
     accelerator.wait_for_everyone()
 
 
