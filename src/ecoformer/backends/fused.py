@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Protocol, cast
 
@@ -20,7 +21,7 @@ from ecoformer.backends.hashing import Functions, HashFunctions, Hyperplanes, co
 
 __all__ = ["CannotRun", "Functions", "Fused", "HashFunctions", "Hyperplanes", "empty_out", "load", "run"]
 
-Grads = tuple[Tensor | None, ...]
+Grads = Sequence[Tensor | None]
 
 
 class CannotRun(RuntimeError):
@@ -257,8 +258,12 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> Grads:
     q, k, v, mask, support, mean, sigma, weight, *saved = ctx.saved_tensors
     asked = ctx.needs_input_grad
     needs = [asked[0], asked[1], asked[2], asked[7]]
-    tensors = (grad, q, k, v, mask, support, mean, sigma, weight)
-    found = eco_attention_backward(*tensors, ctx.beta, ctx.causal, ctx.backend, saved, needs)
+    if isinstance(load(ctx.backend), str):
+        functions = _functions(support, mean, sigma, weight)
+        found = _plain_backward(grad, q, k, v, mask, functions, ctx.beta, ctx.causal, needs)
+    else:
+        tensors = (grad, q, k, v, mask, support, mean, sigma, weight)
+        found = eco_attention_backward(*tensors, ctx.beta, ctx.causal, ctx.backend, saved, needs)
     to_q, to_k, to_v, to_weight = (x if needed else None for x, needed in zip(found, needs, strict=True))
     return to_q, to_k, to_v, None, None, None, None, to_weight, None, None, None
 
@@ -294,9 +299,8 @@ def eco_attention_backward(
     functions = _functions(support, mean, sigma, weight)
     wanted = (needs[0], needs[1], needs[2], needs[3])
     if isinstance(module, str):
-        found = _plain_backward(grad, q, k, v, mask, functions, beta, causal, wanted)
-    else:
-        found = module.backward(grad, q, k, v, mask, functions, beta, causal, saved, wanted)
+        raise CannotRun(f'backend "{backend}" broke in compiled code ({module}): set ECOFORMER_BACKEND=eager')
+    found = module.backward(grad, q, k, v, mask, functions, beta, causal, saved, wanted)
     for name, x, needed in zip(("q", "k", "v", "weight"), found, needs, strict=True):
         if needed and x is None:
             raise RuntimeError(f'backend "{backend}" gave no gradient for {name}')
@@ -312,7 +316,7 @@ def _plain_backward(
     functions: Functions,
     beta: float,
     causal: bool,
-    needs: tuple[bool, ...],
+    needs: Sequence[bool],
 ) -> Grads:
     """Gradients by computing the output anew, where the backend broke after it was chosen."""
     inputs = (q, q if k is None else k, v, functions.weight)
@@ -320,8 +324,8 @@ def _plain_backward(
     ours = functions._replace(weight=leaves[3])
     with torch.enable_grad():
         out = plain(leaves[0], None if k is None else leaves[1], leaves[2], mask, ours, beta, causal)
-    found = iter(torch.autograd.grad(out, [x for x in leaves if x.requires_grad], grad))
-    return tuple(next(found) if needed else None for needed in needs)
+    grads = iter(torch.autograd.grad(out, [x for x in leaves if x.requires_grad], grad))
+    return [next(grads) if needed else None for needed in needs]
 
 
 @eco_attention_backward.register_fake

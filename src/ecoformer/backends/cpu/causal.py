@@ -9,7 +9,8 @@ import numpy as np
 from ecoformer.backends.cpu.compiler import float32, inlined, int64
 from ecoformer.backends.cpu.hashing import hash_tokens
 from ecoformer.backends.cpu.problem import BLOCK, Places, Problem, padded
-from ecoformer.backends.cpu.vectors import add_row, divide_row, floats, octets, running_row
+from ecoformer.backends.cpu.rows import carry_row, divide_row, running_row
+from ecoformer.backends.cpu.vectors import floats, octets
 
 _padded = inlined(padded)
 _ZERO = np.float32(0)
@@ -37,9 +38,7 @@ def causal_head(
         for t in range(count):
             _step(p, at, room, whole, batch, head, begin + t, codes, nans, t, t + BLOCK if p.k else t)
         for r in range(p.bits + 1):
-            add_row(room, at.sums + r * wide, room, recent + r * wide, wide)
-            for i in range(wide):
-                room[recent + r * wide + i] = _ZERO
+            carry_row(room, at.sums + r * wide, room, recent + r * wide, wide)
 
 
 @inlined

@@ -8,10 +8,10 @@ import numpy as np
 
 from ecoformer.backends.cpu.compiler import compiled, inlined, int64
 from ecoformer.backends.cpu.problem import BLOCK, Places, Problem, padded
+from ecoformer.backends.cpu.rows import kernel_row
 from ecoformer.backends.cpu.vectors import (
     TILE,
     floats,
-    kernel_row,
     nan_bits,
     row_product,
     sign_bits,

@@ -18,8 +18,9 @@ from ecoformer.backends.cpu.problem import (
     Problem,
     padded,
 )
+from ecoformer.backends.cpu.rows import add_row
 from ecoformer.backends.cpu.sums import clear, gather, scatter, tabulate
-from ecoformer.backends.cpu.vectors import add_row, floats, integers, octets
+from ecoformer.backends.cpu.vectors import floats, integers, octets
 
 _padded = inlined(padded)
 

@@ -113,7 +113,7 @@ def places(dim: int, channels: int, samples: int, bits: int, digit: int, keys: i
     """Where everything lies."""
     m, b, c = padded(samples), padded(bits), padded(channels)
     rows = digits(bits, digit) << digit
-    tokens = padded(max(keys, BLOCK))
+    tokens = padded(max(keys, 2 * BLOCK))  # a block of keys and one of queries, in causal order
     second = dim * (m if samples else b)
     offset = second + samples * b
     mean = offset + m

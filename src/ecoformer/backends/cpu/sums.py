@@ -14,7 +14,8 @@ import numpy as np
 from ecoformer.backends.cpu.compiler import float32, inlined, int64
 from ecoformer.backends.cpu.hashing import hash_tokens
 from ecoformer.backends.cpu.problem import BLOCK, STRETCH, Places, Problem, digits, padded
-from ecoformer.backends.cpu.vectors import add_row, floats, fold_row, octets, read_rows, table_row
+from ecoformer.backends.cpu.rows import add_row, fold_row, read_rows, table_row
+from ecoformer.backends.cpu.vectors import floats, octets
 
 _padded = inlined(padded)
 _digits = inlined(digits)
@@ -128,7 +129,7 @@ def tabulate(
     p: Problem, at: Places, room: Any, whole: Any, sums: Any, sums0: int, tallies: Any, tally: int
 ) -> None:
     """Tables of numerators and denominators: a digit's first row has all its bits at -1, each bit adds twice
-    its sum. The bias is in the first digit's rows.
+    its sum. The bias, far larger than the rest, joins the first digit's rows last, which rounds it once.
     """
     wide = _padded(p.channels)
     for g in range(_digits(p.bits, p.digit)):
@@ -137,10 +138,7 @@ def tabulate(
         count = min(p.digit, p.bits - g * p.digit)
         for i in range(wide):
             room[base + i] = _ZERO
-        whole[below] = 0
-        if g == 0:
-            table_row(room, base, room, base, sums, sums0 + p.bits * wide, wide, float32(p.beta))
-            whole[below] = p.beta * tallies[tally + p.bits]
+        whole[below] = p.beta * tallies[tally + p.bits] if g == 0 else 0
         for r in range(count):
             bit = g * p.digit + r
             table_row(room, base, room, base, sums, sums0 + bit * wide, wide, float32(-1))
@@ -152,6 +150,10 @@ def tabulate(
                 to = base + (low + half) * wide
                 table_row(room, to, room, base + low * wide, sums, sums0 + bit * wide, wide, float32(2))
                 whole[below + low + half] = whole[below + low] + 2 * tallies[tally + bit]
+        if g == 0:
+            for row in range(int64(1) << count):
+                to = base + row * wide
+                table_row(room, to, room, to, sums, sums0 + p.bits * wide, wide, float32(p.beta))
 
 
 @inlined

@@ -1,0 +1,240 @@
+"""What the kernels do with whole rows of fp32 numbers, in vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ecoformer.backends.cpu.compiler import cgutils, intrinsic, ir, types
+from ecoformer.backends.cpu.vectors import (
+    F32,
+    FUSED,
+    I32,
+    LANES,
+    VECTOR,
+    ZERO,
+    Emit,
+    along,
+    integer,
+    load,
+    pointer_of,
+    splat,
+    steps,
+    store,
+)
+
+
+def _rows(count: int, step: Callable[[Any, Any, list[Any]], list[Any]]) -> Any:
+    """An intrinsic's code: `step` on the numbers of `count` rows, what it returns written to the first ones.
+
+    Arguments are (row, offset) `count` times, the rows' length, and fp32 scalars.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointers = [pointer_of(context, builder, signature, arguments, 2 * i) for i in range(count)]
+        starts = [arguments[2 * i + 1] for i in range(count)]
+        length, given = arguments[2 * count], list(arguments[2 * count + 1 :])
+        wide = [splat(builder, value) for value in given]
+
+        def vector(index: Any) -> None:
+            offsets = [builder.add(start, index) for start in starts]
+            values = [load(builder, p, o) for p, o in zip(pointers, offsets, strict=True)]
+            for i, value in enumerate(step(builder, values, wide)):
+                store(builder, value, pointers[i], offsets[i])
+
+        def single(index: Any) -> None:
+            places = [
+                builder.gep(p, [builder.add(start, index)]) for p, start in zip(pointers, starts, strict=True)
+            ]
+            for i, value in enumerate(step(builder, [builder.load(place) for place in places], given)):
+                builder.store(value, places[i])
+
+        along(builder, length, vector, single)
+        return context.get_dummy_value()
+
+    return emit
+
+
+_LOG2_E = 1.4426950408889634
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+"""ln 2 in two parts: the first has few bits, so that its multiples are exact."""
+_ROUNDER = 12582912.0
+"""1.5 * 2^23: what is added to it is rounded to a whole number, which then is in its last bits."""
+_LOWEST = -87.0
+"""Below, the result would have no full precision; it is 1e-38 there, nothing beside other features."""
+
+
+def _like(value: Any, number: float) -> Any:
+    """A constant of the type of a vector or a single number."""
+    return ir.Constant(value.type, [number] * LANES if value.type == VECTOR else number)
+
+
+def _chosen(builder: Any, relation: str, x: Any, bound: float) -> Any:
+    """The bound where x has that relation to it, else x, also where x is NaN."""
+    edge = _like(x, bound)
+    return builder.select(builder.fcmp_ordered(relation, x, edge), edge, x)
+
+
+def _exponential(builder: Any, x: Any) -> Any:
+    """e^x for x <= 0: 2^n for the nearest n, times a polynomial of what is left; NaN stays NaN."""
+
+    def multiply_add(a: Any, b: Any, c: Any) -> Any:
+        return builder.fadd(builder.fmul(a, b, flags=FUSED), c, flags=FUSED)
+
+    x = _chosen(builder, "<", x, _LOWEST)
+    rounded = multiply_add(x, _like(x, _LOG2_E), _like(x, _ROUNDER))
+    n = builder.fsub(rounded, _like(x, _ROUNDER))
+    rest = multiply_add(n, _like(x, -_LN2_HIGH), x)
+    rest = multiply_add(n, _like(x, -_LN2_LOW), rest)
+    series = _like(x, 1 / 720)
+    for factorial in (120, 24, 6, 2, 1, 1):
+        series = multiply_add(series, rest, _like(x, 1 / factorial))
+    whole = ir.VectorType(I32, LANES) if x.type == VECTOR else I32
+    bias, places = (ir.Constant(whole, [c] * LANES if x.type == VECTOR else c) for c in (127, 23))
+    power = builder.shl(builder.add(builder.bitcast(rounded, whole), bias), places)
+    return builder.fmul(series, builder.bitcast(power, x.type))
+
+
+def _kernel(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
+    product, offset, mean = rows
+    scale, shift = scalars
+    exponent = builder.fmul(product, scale, flags=FUSED)
+    exponent = builder.fadd(exponent, builder.fadd(offset, shift), flags=FUSED)
+    return [builder.fsub(_exponential(builder, _chosen(builder, ">", exponent, 0.0)), mean)]
+
+
+@intrinsic
+def kernel_row(
+    typing: Any,
+    y: Any,
+    y0: Any,
+    offset: Any,
+    offset0: Any,
+    mean: Any,
+    mean0: Any,
+    length: Any,
+    scale: Any,
+    shift: Any,
+) -> Any:
+    """y = exp(min(scale y + offset + shift, 0)) - mean."""
+    whole, single = types.int64, types.float32
+    signature = types.void(y, whole, offset, whole, mean, whole, whole, single, single)
+    return signature, _rows(3, _kernel)
+
+
+@intrinsic
+def add_row(typing: Any, y: Any, y0: Any, x: Any, x0: Any, length: Any) -> Any:
+    """y += x."""
+    whole = types.int64
+    return types.void(y, whole, x, whole, whole), _rows(2, lambda b, rows, _: [b.fadd(rows[0], rows[1])])
+
+
+def _carried(builder: Any, rows: list[Any], _: Any) -> list[Any]:
+    earlier, recent = rows
+    total = builder.fadd(earlier, recent)
+    return [total, builder.fsub(recent, builder.fsub(total, earlier))]
+
+
+@intrinsic
+def carry_row(typing: Any, earlier: Any, earlier0: Any, recent: Any, recent0: Any, length: Any) -> Any:
+    """earlier += recent, and in recent what rounding lost."""
+    whole = types.int64
+    return types.void(earlier, whole, recent, whole, whole), _rows(2, _carried)
+
+
+def _folded(builder: Any, rows: list[Any], _: Any) -> list[Any]:
+    total, low, high = rows
+    return [builder.fadd(total, builder.fsub(high, low)), builder.fadd(low, high)]
+
+
+@intrinsic
+def fold_row(typing: Any, y: Any, y0: Any, low: Any, low0: Any, high: Any, high0: Any, length: Any) -> Any:
+    """y += high - low, then low += high."""
+    whole = types.int64
+    return types.void(y, whole, low, whole, high, whole, whole), _rows(3, _folded)
+
+
+def _scaled(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
+    return [builder.fadd(rows[1], builder.fmul(scalars[0], rows[2], flags=FUSED), flags=FUSED)]
+
+
+@intrinsic
+def table_row(
+    typing: Any, y: Any, y0: Any, base: Any, base0: Any, x: Any, x0: Any, length: Any, scale: Any
+) -> Any:
+    """y = base + scale x."""
+    whole = types.int64
+    signature = types.void(y, whole, base, whole, x, whole, whole, types.float32)
+    return signature, _rows(3, _scaled)
+
+
+def _running(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
+    """The recent sum with the token's value, and the output with what was summed up."""
+    recent, out, earlier, value = rows
+    sign, weight = scalars
+    recent = builder.fadd(recent, builder.fmul(sign, value, flags=FUSED), flags=FUSED)
+    seen = builder.fadd(earlier, recent)
+    return [recent, builder.fadd(out, builder.fmul(weight, seen, flags=FUSED), flags=FUSED)]
+
+
+@intrinsic
+def running_row(
+    typing: Any,
+    recent: Any,
+    recent0: Any,
+    out: Any,
+    out0: Any,
+    earlier: Any,
+    earlier0: Any,
+    value: Any,
+    value0: Any,
+    length: Any,
+    sign: Any,
+    weight: Any,
+) -> Any:
+    """recent += sign value, then out += weight (earlier + recent)."""
+    whole, single = types.int64, types.float32
+    signature = types.void(recent, whole, out, whole, earlier, whole, value, whole, whole, single, single)
+    return signature, _rows(4, _running)
+
+
+@intrinsic
+def divide_row(typing: Any, y: Any, y0: Any, x: Any, x0: Any, length: Any, by: Any) -> Any:
+    """y = x / by."""
+    whole = types.int64
+    signature = types.void(y, whole, x, whole, whole, types.float32)
+    return signature, _rows(2, lambda b, rows, scalars: [b.fdiv(rows[1], scalars[0])])
+
+
+@intrinsic
+def read_rows(typing: Any, y: Any, y0: Any, table: Any, rows: Any, count: Any, length: Any, by: Any) -> Any:
+    """y = the sum of `count` rows of a table, at the offsets in `rows`, divided by a number."""
+    whole = types.int64
+    signature = types.void(y, whole, table, rows, whole, whole, types.float32)
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        py, pt, pr = (pointer_of(context, builder, signature, arguments, i) for i in (0, 2, 3))
+        _, y0, _, _, count, length, by = arguments
+        wide = splat(builder, by)
+
+        def summed(zero: Any, value_at: Emit) -> Any:
+            sums = cgutils.alloca_once(builder, zero.type)
+            builder.store(zero, sums)
+            with steps(builder, integer(0), count, 1) as which:
+                value = value_at(builder.load(builder.gep(pr, [which])))
+                builder.store(builder.fadd(builder.load(sums), value), sums)
+            return builder.load(sums)
+
+        def vector(index: Any) -> None:
+            total = summed(ZERO, lambda row: load(builder, pt, builder.add(row, index)))
+            store(builder, builder.fdiv(total, wide), py, builder.add(y0, index))
+
+        def single(index: Any) -> None:
+            zero = ir.Constant(F32, 0.0)
+            total = summed(zero, lambda row: builder.load(builder.gep(pt, [builder.add(row, index)])))
+            builder.store(builder.fdiv(total, by), builder.gep(py, [builder.add(y0, index)]))
+
+        along(builder, length, vector, single)
+        return context.get_dummy_value()
+
+    return signature, emit

@@ -1,0 +1,416 @@
+"""Which backend runs, what takes the way by single steps, and what PyTorch does to the one operator."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from calls import make_call
+from torch import nn
+
+import ecoformer
+from ecoformer import FitOptions, KernelHasher, LshHasher, eco_attention, hash_attention
+from ecoformer.accounting.executed import executed
+from ecoformer.backends import available, choice, cpu, fused
+
+pytest.importorskip("numba")
+
+QUICK = FitOptions(steps=5, pairs=5)
+LIGHT = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+@pytest.fixture
+def hasher():
+    return KernelHasher(2, 8, 16, 5).fit(torch.randn(2, 2, 60, 8), options=QUICK)
+
+
+@pytest.fixture
+def tokens():
+    return torch.randn(3, 2, 70, 8)
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The names of the fused backends that ran, in order."""
+    seen = []
+    original = fused._forward
+
+    def spy(name, *arguments):
+        seen.append(name)
+        return original(name, *arguments)
+
+    monkeypatch.setattr(fused, "_forward", spy)
+    monkeypatch.delenv("ECOFORMER_BACKEND", raising=False)
+    return seen
+
+
+@pytest.fixture
+def fresh_warnings():
+    fused.warn_once.cache_clear()
+    yield
+    fused.warn_once.cache_clear()
+    fused._broken.clear()
+
+
+def by_steps(q, v, hasher, k=None, **options):
+    mask = options.get("key_padding_mask")
+    codes_k = hasher(q if k is None else k, mask)
+    return hash_attention(codes_k if k is None else hasher(q), codes_k, v, **options)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
+@pytest.mark.parametrize("make", [KernelHasher, ecoformer.KlshHasher, LshHasher])
+def test_fused_equals_the_single_steps(make, cross, causal, ran):
+    hasher = make(2, 8, 16).fit(torch.randn(2, 2, 60, 8), options=QUICK)
+    q, v = torch.randn(3, 2, 70, 8), torch.randint(-4, 5, (3, 2, 70, 12)).float()
+    k = torch.randn(3, 2, 70, 8) if cross else None
+    options = {"key_padding_mask": torch.rand(3, 70) < 0.3, "is_causal": causal}
+    out = eco_attention(q, v, hasher, k=k, **options)
+    assert ran == ["cpu"]
+    assert torch.equal(out, by_steps(q, v, hasher, k, **options))
+
+
+def test_the_module_gives_the_same_by_both(monkeypatch, ran):
+    layer = ecoformer.EcoAttention(32, 4).eval().requires_grad_(False)
+    layer.hasher.fit(torch.randn(2, 4, 60, 8), options=QUICK)
+    x, mask = torch.randn(3, 65, 32), torch.rand(3, 65) < 0.3
+    for options in ({}, {"key_padding_mask": mask}, {"is_causal": True}):
+        ours = layer(x, **options)
+        monkeypatch.setenv("ECOFORMER_BACKEND", "eager")
+        torch.testing.assert_close(ours, layer(x, **options))
+        monkeypatch.delenv("ECOFORMER_BACKEND")
+    assert ran == ["cpu"] * 3
+
+
+def test_what_is_not_covered_takes_the_single_steps(hasher, tokens, ran):
+    leaf = tokens.clone().requires_grad_()
+    eco_attention(leaf, tokens, hasher).sum().backward()
+    assert leaf.grad.abs().sum() > 0
+    eco_attention(tokens, tokens, hasher, bias="official")
+    eco_attention(tokens.double(), tokens.double(), copy.deepcopy(hasher).double())
+    for options in ({"sigma": "input"}, {"surrogate": "sigmoid"}, {"sign_of_zero": 0}):
+        other = KernelHasher(2, 8, 16, 5, **options).fit(tokens, options=QUICK)
+        eco_attention(tokens, tokens, other)
+    trained = KernelHasher(2, 8, 16, 5, trainable=True).fit(tokens, options=QUICK)
+    eco_attention(tokens, tokens, trained).sum().backward()
+    assert trained.weight.grad is not None
+    eco_attention(tokens, tokens, ecoformer.SignHasher(2, 8))
+    assert ran == []
+    with torch.no_grad():
+        eco_attention(leaf, tokens, trained)
+    assert ran == ["cpu"]
+
+
+def test_a_hasher_of_ones_own_is_called(tokens, ran):
+    class Other(KernelHasher):
+        def project(self, tokens, valid):
+            return -super().project(tokens, valid)
+
+    class Watching(KernelHasher):
+        def forward(self, tokens, key_padding_mask=None):
+            called.append(True)
+            return super().forward(tokens, key_padding_mask)
+
+    called = []
+    for make in (Other, Watching):
+        eco_attention(tokens, tokens, make(2, 8, 16, 5).fit(tokens, options=QUICK))
+    assert called == [True]
+    assert ran == []
+
+
+def test_hooks_of_a_hasher_are_called(hasher, tokens, ran):
+    called = []
+    handles = [
+        hasher.register_forward_pre_hook(lambda *_: called.append("before")),
+        hasher.register_forward_hook(lambda *_: called.append("after")),
+    ]
+    eco_attention(tokens, tokens, hasher)
+    assert called == ["before", "after"]
+    for handle in handles:
+        handle.remove()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: called.append("global"))
+    eco_attention(tokens, tokens, hasher)
+    handle.remove()
+    assert called[2:] == ["global"]
+    assert ran == []
+    eco_attention(tokens, tokens, hasher)
+    assert ran == ["cpu"]
+
+
+def test_fitting_reaches_the_hashers(ran):
+    layer = ecoformer.EcoAttention(16, 2).eval()
+    with pytest.raises(ecoformer.UnfittedHasherError):
+        layer(torch.randn(2, 40, 16))
+    ecoformer.fit_hashers(layer, [torch.randn(2, 40, 16)], options=QUICK, progress=False)
+    assert bool(layer.hasher.fitted)
+    with torch.no_grad():
+        layer(torch.randn(2, 40, 16))
+    assert ran == ["cpu"]
+
+
+def test_counting_sees_the_single_steps(monkeypatch, ran):
+    layer = ecoformer.EcoAttention(16, 2).eval()
+    layer.hasher.fit(torch.randn(2, 2, 60, 8), options=QUICK)
+    x = torch.randn(2, 40, 16)
+    counted = executed(layer, x)
+    assert ran == []
+    monkeypatch.setenv("ECOFORMER_BACKEND", "eager")
+    assert counted == executed(layer, x)
+    assert counted[1] == ()
+
+
+def test_transforms_see_the_single_steps(hasher, tokens, ran):
+    def loss(q, v):
+        return eco_attention(q[None], v[None], hasher).square().sum()
+
+    leaf = tokens.clone().requires_grad_()
+    expected = torch.autograd.grad(eco_attention(leaf, tokens, hasher).square().sum(), leaf)[0]
+    found = torch.func.vmap(torch.func.grad(loss))(tokens, tokens)
+    torch.testing.assert_close(found, expected)
+    assert ran == []
+
+
+def test_bad_arguments_get_the_same_errors(hasher, tokens):
+    with pytest.raises(ValueError, match=r"tokens must be \(B, 2, N, 8\)"):
+        eco_attention(tokens[..., :4], tokens, hasher)
+    with pytest.raises(ValueError, match="same number of tokens"):
+        eco_attention(tokens, tokens[:, :, :9], hasher)
+    with pytest.raises(ValueError, match="key_padding_mask must be bool"):
+        eco_attention(tokens, tokens, hasher, key_padding_mask=torch.zeros(3, 70))
+    with pytest.raises(ValueError, match="as many queries as keys"):
+        eco_attention(tokens[:, :, :9], tokens, hasher, k=tokens, is_causal=True)
+    other = KernelHasher(2, 8, sigma="input").fit(tokens, options=QUICK)
+    with pytest.raises(ValueError, match="no causal order"):
+        eco_attention(tokens, tokens, other, is_causal=True)
+
+
+def test_available_says_what_is_preferred(monkeypatch):
+    assert available("cpu") == ["cpu", "eager"]
+    assert available(torch.device("meta")) == ["eager"]
+    monkeypatch.setattr(cpu, "_installed", lambda: False)
+    choice._cannot_on.cache_clear()
+    assert available("cpu") == ["eager"]
+    assert "pip install 'ecoformer[cpu]'" in choice.cannot_on("cpu", "cpu")
+    choice._cannot_on.cache_clear()
+
+
+def test_the_variable_decides(monkeypatch, hasher, tokens, ran):
+    monkeypatch.setenv("ECOFORMER_BACKEND", "eager")
+    eco_attention(tokens, tokens, hasher)
+    assert ran == []
+    monkeypatch.setenv("ECOFORMER_BACKEND", "cpu")
+    eco_attention(tokens, tokens, hasher)
+    assert ran == ["cpu"]
+    monkeypatch.setenv("ECOFORMER_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="ECOFORMER_BACKEND must be one of eager, cpu, triton, got 'cuda'"):
+        eco_attention(tokens, tokens, hasher)
+
+
+def test_a_backend_asked_for_in_vain_warns_once(monkeypatch, hasher, tokens, ran, fresh_warnings):
+    monkeypatch.setenv("ECOFORMER_BACKEND", "cpu")
+    monkeypatch.setattr(cpu, "_installed", lambda: False)
+    with pytest.warns(UserWarning, match=r'backend "cpu" cannot run, so that eager does: numba is not'):
+        out = eco_attention(tokens, tokens, hasher)
+    assert torch.equal(out, eco_attention(tokens, tokens, hasher))
+    assert ran == []
+    monkeypatch.delenv("ECOFORMER_BACKEND")
+    eco_attention(tokens, tokens, hasher)
+
+
+def test_a_kernel_that_breaks_gives_way_with_one_warning(monkeypatch, hasher, tokens, fresh_warnings):
+    def broken(*_):
+        raise fused.CannotRun("it has no such instruction")
+
+    expected = by_steps(tokens, tokens, hasher)
+    monkeypatch.setattr(cpu, "forward", broken)
+    with pytest.warns(UserWarning, match="no such instruction"):
+        out = eco_attention(tokens, tokens, hasher)
+    torch.testing.assert_close(out, expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(eco_attention(tokens, tokens, hasher), expected)
+
+
+def test_numba_that_cannot_compile_gives_way(monkeypatch, hasher, tokens, fresh_warnings):
+    from ecoformer.backends.cpu import launch
+
+    def broken():
+        raise RuntimeError("no locator available")
+
+    monkeypatch.setattr(launch, "compile_kernels", broken)
+    cpu._attend.cache_clear()
+    with pytest.warns(UserWarning, match="numba cannot compile its kernels .*no locator available"):
+        eco_attention(tokens, tokens, hasher)
+    cpu._attend.cache_clear()
+
+
+def op_arguments(call, backend="cpu"):
+    functions = tuple(call.functions)
+    return (*call[:4], *functions, call.beta, call.causal, backend)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("queries", [None, 5], ids=["self", "cross"])
+def test_opcheck(queries, causal):
+    call = make_call(5, queries=queries, masked=True, causal=causal)
+    torch.library.opcheck(torch.ops.ecoformer.eco_attention.default, op_arguments(call), test_utils=LIGHT)
+
+
+class Fake:
+    """A fused backend with a backward, in plain PyTorch."""
+
+    saved = 0
+
+    @staticmethod
+    def cannot(*_, **__):
+        return None
+
+    @staticmethod
+    def forward(q, k, v, mask, functions, beta, causal):
+        out = fused.empty_out(q, v)
+        out.copy_(fused.plain(q, k, v, mask, functions, beta, causal))
+        return out, Fake.kept(q, k, v, mask, functions, causal)
+
+    @staticmethod
+    def kept(q, k, v, mask, functions, causal):
+        return [q.new_ones(q.shape[:-1])]
+
+    @staticmethod
+    def backward(grad, q, k, v, mask, functions, beta, causal, saved, needs):
+        assert saved[0].shape == q.shape[:-1]
+        Fake.saved += 1
+        # Inside of an operator PyTorch records nothing, in another thread it does.
+        with ThreadPoolExecutor(1) as pool:
+            arguments = (grad, q, k, v, mask, functions, beta, causal, needs)
+            found = pool.submit(fused._plain_backward, *arguments).result()
+        return tuple(None if x is None else x.contiguous() for x in found)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    original = fused._import
+    monkeypatch.setattr(fused, "_import", lambda name: Fake if name == "cpu" else original(name))
+    monkeypatch.delenv("ECOFORMER_BACKEND", raising=False)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
+def test_gradients_go_through_the_operator(cross, causal, hasher, tokens, fake):
+    leaves = [torch.randn_like(tokens).requires_grad_() for _ in range(3)]
+    q, v, k = leaves
+
+    def gradients(backend_attention):
+        out = backend_attention(q, v, hasher, k=k if cross else None, is_causal=causal)
+        return torch.autograd.grad(out.square().sum(), leaves[: 3 if cross else 2])
+
+    before = Fake.saved
+    found = gradients(eco_attention)
+    assert Fake.saved == before + 1
+    torch.testing.assert_close(found, gradients(by_steps))
+
+
+def test_opcheck_of_gradients(fake):
+    for queries in (None, 5):
+        call = make_call(5, queries=queries, masked=True)
+        arguments = [x.requires_grad_() if i in (0, 1, 2) and x is not None else x
+                     for i, x in enumerate(op_arguments(call))]  # fmt: skip
+        torch.library.opcheck(torch.ops.ecoformer.eco_attention.default, tuple(arguments))
+
+
+def test_a_missing_gradient_is_no_silent_zero(fake, monkeypatch, tokens, hasher):
+    monkeypatch.setattr(Fake, "backward", staticmethod(lambda *_: (None, None, None, None)))
+    with pytest.raises(RuntimeError, match='backend "cpu" gave no gradient for q'):
+        eco_attention(tokens.requires_grad_(), tokens, hasher).sum().backward()
+
+
+def test_a_backend_that_broke_has_gradients_too(fake, hasher, tokens, fresh_warnings, monkeypatch):
+    def broken(*_):
+        raise fused.CannotRun("out of memory")
+
+    monkeypatch.setattr(Fake, "forward", staticmethod(broken))
+    leaf = tokens.clone().requires_grad_()
+    with pytest.warns(UserWarning, match="out of memory"):
+        out = eco_attention(leaf, tokens, hasher)
+    (found,) = torch.autograd.grad(out.square().sum(), leaf)
+    (expected,) = torch.autograd.grad(by_steps(leaf, tokens, hasher).square().sum(), leaf)
+    torch.testing.assert_close(found, expected)
+
+
+def layer_and_input():
+    layer = ecoformer.EcoAttention(16, 2).eval().requires_grad_(False)
+    layer.hasher.fit(torch.randn(2, 2, 60, 8), options=QUICK)
+    return layer, torch.randn(2, 40, 16)
+
+
+def test_compiles_without_a_break(ran):
+    layer, x = layer_and_input()
+    expected = layer(x)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    ran.clear()
+    torch.testing.assert_close(compiled(x), expected)
+    assert ran == ["cpu"]
+    torch.testing.assert_close(compiled(x[:, :23]), layer(x[:, :23]))
+
+
+def test_compiles_with_gradients(fake):
+    layer, x = layer_and_input()
+    x.requires_grad_()
+    (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    before = Fake.saved
+    (found,) = torch.autograd.grad(compiled(x).square().sum(), x)
+    assert Fake.saved == before + 1
+    torch.testing.assert_close(found, expected)
+
+
+def test_exports_and_runs_where_the_backend_is_missing(monkeypatch, ran, fresh_warnings):
+    layer, x = layer_and_input()
+    with torch.no_grad():
+        program = torch.export.export(layer, (x,))
+    assert "ecoformer.eco_attention" in str(program.graph)
+    torch.testing.assert_close(program.module()(x), layer(x))
+    monkeypatch.setattr(cpu, "_installed", lambda: False)
+    with pytest.warns(UserWarning, match="numba is not installed"):
+        out = program.module()(x)
+    torch.testing.assert_close(out, layer(x))
+
+
+def test_autocast_hashes_in_fp32(ran):
+    layer, x = layer_and_input()
+    with torch.autocast("cpu", torch.bfloat16):
+        q, _, v = layer._project(x)
+        out = layer.attend(q, q, v, None, False)
+    assert out.dtype == torch.bfloat16
+    assert ran == ["cpu"]
+    wide = layer.attend(q.float(), q.float(), v.float(), None, False)
+    assert torch.equal(out, wide.to(torch.bfloat16))
+
+
+class Items(torch.utils.data.Dataset):
+    """Attends in the worker, with two threads of our own; PyTorch's would not survive the fork."""
+
+    def __init__(self, hasher):
+        self.hasher, self.q = hasher, torch.randn(1, 2, 3000, 8)
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        torch.set_num_threads(2)
+        return eco_attention(self.q[:, :1], self.q[:, :1], self.hasher)
+
+
+def test_forked_workers_run_it_too():
+    items = Items(KernelHasher(1, 8, 16, 5).fit(torch.randn(2, 1, 60, 8), options=QUICK))
+    expected = items[0]
+    torch.set_num_threads(1)
+    loader = torch.utils.data.DataLoader(
+        items, num_workers=1, batch_size=None, multiprocessing_context="fork", timeout=60
+    )
+    assert all(torch.equal(out, expected) for out in loader)
