@@ -84,7 +84,7 @@ def listops(
         return _generated(settings)
     stamp = json.dumps({"draws": _DRAWS, **settings}, sort_keys=True)
     key = hashlib.sha256(stamp.encode()).hexdigest()[:16]
-    folder = Path(cache) / f"listops-{key}"
+    folder = Path(cache).expanduser() / f"listops-{key}"
     try:
         if is_stored(folder):
             return read_stored(folder)
