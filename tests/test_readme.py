@@ -10,7 +10,7 @@ from ecoformer.attention.registry import _REGISTRY
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "conversion.md"]
-DOCUMENTS += [ROOT / "docs" / f"{name}.md" for name in ("bitfusion", "cost", "data")]
+DOCUMENTS += [ROOT / "docs" / f"{name}.md" for name in ("bitfusion", "cost", "data", "training")]
 
 
 def figures(name):
