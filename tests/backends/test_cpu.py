@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from calls import Call, make_call, truth
 
 from ecoformer.backends import cpu, fused
+from ecoformer.backends.cpu import threads as team
 from ecoformer.backends.hashing import HashFunctions
 
 pytest.importorskip("numba")
@@ -36,12 +38,13 @@ SIZES = [
 EVERY_SIZE = pytest.mark.parametrize("size", SIZES, ids=lambda s: "-".join(f"{k}{v}" for k, v in s.items()))
 
 
-@pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+@pytest.fixture(params=["one", "three", "three of Python"])
+def threads(request, monkeypatch):
+    if request.param == "three of Python":
+        monkeypatch.setattr(team, "_openmp", lambda: None)
+    torch.set_num_threads(1 if request.param == "one" else 3)
+    yield torch.get_num_threads()
+    torch.set_num_threads(1)
 
 
 def run(call: Call) -> torch.Tensor:
@@ -239,36 +242,46 @@ def test_threads_of_python_may_call_at_once(threads):
     assert failures == []
 
 
-def test_threads_are_as_many_as_pytorch_uses(monkeypatch):
+@pytest.fixture
+def teams(monkeypatch):
+    """How many threads each pass was given."""
     from ecoformer.backends.cpu import launch
 
     used = []
-    original = launch.run
-    monkeypatch.setattr(launch, "run", lambda *a: (used.append(threading.get_ident()), original(*a)))
+    original = launch.run_team
+    monkeypatch.setattr(launch, "run_team", lambda *a: (used.append(a[2]), original(*a)))
+    return used
+
+
+def test_threads_are_as_many_as_pytorch_uses(teams):
     call = make_call(3000, batch=1, heads=1)
     run(call)
-    assert set(used) == {threading.get_ident()}
-    torch.set_num_threads(2)
+    assert teams == [1]
+    torch.set_num_threads(3)
     try:
-        used.clear()
         run(call)
-        assert len(used) == 4, "two passes of two threads"
-        used.clear()
+        assert teams[1:] == [3, 3], "two passes over parts of the head"
         run(make_call(64, batch=1, heads=1))
-        assert len(used) == 1, "too few tokens for a second thread"
+        assert teams[3:] == [1], "too few tokens for a second thread"
+        run(make_call(64, batch=2, heads=4))
+        assert teams[4:] == [3]
     finally:
         torch.set_num_threads(1)
 
 
-def test_an_error_in_a_thread_is_raised(threads):
-    from ecoformer.backends.cpu.threads import spread
+def test_threads_are_borrowed_from_pytorch():
+    if "OpenMP" not in torch.__config__.parallel_info() or sys.platform != "linux":
+        pytest.skip("PyTorch has other threads here")
+    assert team._openmp() is not None
 
-    def work(first, last):
-        if last == 3:
+
+def test_an_error_in_a_thread_is_raised():
+    def work(data):
+        if threading.current_thread() is not threading.main_thread():
             raise KeyError("here")
 
     with pytest.raises(KeyError, match="here"):
-        spread(work, 3, threads)
+        team.spread(work, 0, 2)
 
 
 def test_exponential_is_as_good_as_fp32():

@@ -14,6 +14,7 @@ from torch import nn
 
 from ecoformer import __version__
 from ecoformer.attention import list_attentions
+from ecoformer.backends.choice import PREFERRED, VARIABLE, asked_for, available, cannot_on
 from ecoformer.cli.console import plain_console
 from ecoformer.cli.sources import open_model
 from ecoformer.conversion.layers import Found, find_layers
@@ -57,9 +58,29 @@ def versions() -> dict[str, str]:
 
 
 def backends() -> dict[str, str]:
-    """What hashed attention can run on here."""
+    """What hashed attention can run on here, and which backend is chosen for each device, and why."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
-    return {"eager": f"PyTorch operators, CPU with {torch.get_num_threads()} threads; GPU: {gpu}"}
+    found = {"eager": f"PyTorch operators, CPU with {torch.get_num_threads()} threads; GPU: {gpu}"}
+    asked = asked_for()
+    for device, names in PREFERRED.items():
+        here = device != "cuda" or torch.cuda.is_available()
+        for name in names:
+            reason = cannot_on(name, device) if here else gpu
+            found[name] = f"can run on {device}" if reason is None else f"cannot run: {reason}"
+        if here:
+            found[f"for {device}"] = _chosen(device, asked)
+    return found
+
+
+def _chosen(device: str, asked: str | None) -> str:
+    if asked is not None:
+        able = asked in available(device)
+        why = f"{VARIABLE} asks for it" if able else f"{VARIABLE} asks for {asked}, which cannot run there"
+        return f"{asked if able else 'eager'} ({why})"
+    first = available(device)[0]
+    if first == "eager":
+        return "eager (no fused backend can run)"
+    return f"{first} (fused from tokens to output; eager takes the calls that it cannot run)"
 
 
 def describe(model: nn.Module) -> dict[str, Any]:

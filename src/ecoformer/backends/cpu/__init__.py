@@ -57,9 +57,7 @@ def forward(
 def _attend() -> Callable[..., Tensor]:
     """The kernels, compiled or read from numba's cache."""
     try:
-        from ecoformer.backends.cpu.launch import attend, compile_kernels
-
-        compile_kernels()
+        from ecoformer.backends.cpu.launch import attend
     except Exception as error:  # whatever numba stumbles over, eager still runs
         line = " ".join(str(error).split())[:200]
         raise CannotRun(f"numba cannot compile its kernels ({type(error).__name__}: {line})") from error

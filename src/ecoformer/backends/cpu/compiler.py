@@ -38,6 +38,12 @@ def digest_of_sources() -> int:
     return 1 + int.from_bytes(hashlib.sha256(sources).digest()[:6], "big")
 
 
+def callback(function: Any) -> Any:
+    """A C function of an address of int64 numbers, compiled at once or read from disk."""
+    signature = types.void(types.CPointer(types.int64))
+    return _numba.cfunc(signature, **{**_OPTIONS, "nogil": False})(function)
+
+
 def inlined(function: F) -> F:
     """A function compiled into each of its callers, which saves optimising it at every level of calls."""
     made: F = _numba.njit(**_OPTIONS, inline="always")(function)

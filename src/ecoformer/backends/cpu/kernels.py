@@ -1,12 +1,11 @@
-"""What threads call: a range of heads, or of parts of heads, without Python's lock."""
+"""What threads call: shares of all heads, or of parts of heads, until none is left."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ecoformer.backends.cpu.causal import causal_head
-from ecoformer.backends.cpu.compiler import compiled, digest_of_sources, inlined, to_fixed_tuple
+from ecoformer.backends.cpu.compiler import callback, carray, digest_of_sources, inlined, to_fixed_tuple
 from ecoformer.backends.cpu.hashing import prepare
 from ecoformer.backends.cpu.problem import (
     CAUSAL,
@@ -14,13 +13,15 @@ from ecoformer.backends.cpu.problem import (
     PLACES_SIZE,
     PROBLEM_SIZE,
     SCATTER,
+    TEAM_SIZE,
     Places,
     Problem,
+    Team,
     padded,
 )
 from ecoformer.backends.cpu.rows import add_row
 from ecoformer.backends.cpu.sums import clear, gather, scatter, tabulate
-from ecoformer.backends.cpu.vectors import floats, integers, octets
+from ecoformer.backends.cpu.vectors import claim, floats, integers, octets
 
 _padded = inlined(padded)
 
@@ -37,57 +38,68 @@ def _merge(p: Problem, at: Places, room: Any, whole: Any, group: int) -> None:
             whole[at.tallies + i] += tallies[part * number + i]
 
 
-def _entry(digest: int) -> Callable[..., None]:
+@inlined
+def _run(job: int, first: int, last: int, address: int, problem: int, layout: int) -> None:
+    """Parts `first` to `last`: sums over keys (GATHER), what queries read (SCATTER), or both (WHOLE).
+
+    Heads with the same hash functions follow each other. Memory at `address` is the thread's own; `problem`
+    and `layout` are the addresses of a `Problem` and its `Places`, of int64 each.
+    """
+    p = Problem(*to_fixed_tuple(integers(problem), PROBLEM_SIZE))
+    at = Places(*to_fixed_tuple(integers(layout), PLACES_SIZE))
+    own_integers = address + 4 * at.integers
+    own_codes = own_integers + 8 * at.codes
+    room, whole = floats(address), integers(own_integers)
+    codes, nans = integers(own_codes), octets(own_codes + 8 * at.tokens)
+    if p.codes:
+        codes, nans = integers(p.codes), octets(p.codes + 8 * p.batch * p.heads * p.keys)
+    sums, tallies = room, whole
+    if job == GATHER:
+        sums, tallies = floats(p.sums), integers(p.tallies)
+    ready = -1
+    for unit in range(first, last):
+        group, piece = unit // p.pieces, unit % p.pieces
+        head, batch = group // p.batch, group % p.batch
+        if head != ready and not (job == SCATTER and p.codes):
+            prepare(p, at, room, head)
+            ready = head
+        if job == CAUSAL:
+            causal_head(p, at, room, whole, batch, head, codes, nans)
+            continue
+        to = group * p.keys if p.codes else 0
+        sums0, tally = at.sums, at.tallies
+        if job == GATHER:
+            sums0, tally = unit * (p.bits + 1) * _padded(p.channels), unit * (p.bits + 2)
+        if job == SCATTER:
+            _merge(p, at, room, whole, group)
+        else:
+            begin, end = piece * p.keys // p.pieces, (piece + 1) * p.keys // p.pieces
+            clear(p, sums, sums0, tallies, tally)
+            gather(p, at, room, whole, batch, head, begin, end, codes, nans, to, sums, sums0, tallies, tally)
+        if job != GATHER:
+            begin, end = piece * p.queries // p.pieces, (piece + 1) * p.queries // p.pieces
+            tabulate(p, at, room, whole, room, at.sums, whole, at.tallies)
+            scatter(p, at, room, whole, batch, head, begin, end, codes, nans, to, whole, at.tallies)
+
+
+def _entry(digest: int) -> Any:
     """numba compiles anew when this file changes or what a function closes over, but not for other files."""
 
-    @compiled
-    def run(job: int, first: int, last: int, address: int, problem: int, layout: int) -> None:
-        """Parts `first` to `last`: sums over keys (GATHER), what queries read (SCATTER), or both (WHOLE).
-
-        Heads with the same hash functions follow each other. Memory at `address` is the thread's own;
-        `problem` and `layout` are the addresses of a `Problem` and its `Places`, of int64 each.
-        """
+    @callback
+    def work(data: Any) -> None:
+        """What every thread of a team calls with the same `Team`: shares are taken until none is left."""
         if digest == 0:
             return
-        p = Problem(*to_fixed_tuple(integers(problem), PROBLEM_SIZE))
-        at = Places(*to_fixed_tuple(integers(layout), PLACES_SIZE))
-        own_integers = address + 4 * at.integers
-        own_codes = own_integers + 8 * at.codes
-        room, whole = floats(address), integers(own_integers)
-        codes, nans = integers(own_codes), octets(own_codes + 8 * at.tokens)
-        if p.codes:
-            codes, nans = integers(p.codes), octets(p.codes + 8 * p.batch * p.heads * p.keys)
-        sums, tallies = room, whole
-        if job == GATHER:
-            sums, tallies = floats(p.sums), integers(p.tallies)
-        ready = -1
-        for unit in range(first, last):
-            group, piece = unit // p.pieces, unit % p.pieces
-            head, batch = group // p.batch, group % p.batch
-            if head != ready and not (job == SCATTER and p.codes):
-                prepare(p, at, room, head)
-                ready = head
-            if job == CAUSAL:
-                causal_head(p, at, room, whole, batch, head, codes, nans)
-                continue
-            to = group * p.keys if p.codes else 0
-            sums0, tally = at.sums, at.tallies
-            if job == GATHER:
-                sums0, tally = unit * (p.bits + 1) * _padded(p.channels), unit * (p.bits + 2)
-            if job == SCATTER:
-                _merge(p, at, room, whole, group)
-            else:
-                begin, end = piece * p.keys // p.pieces, (piece + 1) * p.keys // p.pieces
-                clear(p, sums, sums0, tallies, tally)
-                gather(
-                    p, at, room, whole, batch, head, begin, end, codes, nans, to, sums, sums0, tallies, tally
-                )
-            if job != GATHER:
-                begin, end = piece * p.queries // p.pieces, (piece + 1) * p.queries // p.pieces
-                tabulate(p, at, room, whole, room, at.sums, whole, at.tallies)
-                scatter(p, at, room, whole, batch, head, begin, end, codes, nans, to, whole, at.tallies)
+        numbers = carray(data, (TEAM_SIZE,))
+        team = Team(*to_fixed_tuple(numbers, TEAM_SIZE))
+        room = team.scratch + claim(numbers, 0) * team.size
+        share = claim(numbers, 1)
+        while share < team.shares:
+            first, last = share * team.parts // team.shares, (share + 1) * team.parts // team.shares
+            _run(team.job, first, last, room, team.problem, team.layout)
+            share = claim(numbers, 1)
 
-    return run
+    return work
 
 
-run = _entry(digest_of_sources())
+work: Any = _entry(digest_of_sources())

@@ -9,19 +9,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ecoformer.backends.cpu.kernels import run
+from ecoformer.backends.cpu.kernels import work
 from ecoformer.backends.cpu.problem import (
     CAUSAL,
     CODES,
     GATHER,
     KEYS,
-    PROBLEM_SIZE,
     SCATTER,
     WHOLE,
+    Team,
     padded,
     places,
 )
-from ecoformer.backends.cpu.threads import scratch, spread
+from ecoformer.backends.cpu.threads import run_team, scratch
 from ecoformer.backends.fused import empty_out
 from ecoformer.backends.hashing import Functions, HashFunctions
 
@@ -29,6 +29,8 @@ _LEAST = 256
 """Tokens that are worth a thread of their own."""
 _BYTES = 1 << 17
 """Most memory for buckets of whole bytes, and as much again for tables; beyond, digits are half a byte."""
+_SHARES = 4
+"""Into how many shares a thread's part is cut, lest all wait for one that was held up."""
 _MANY = 512
 """Keys from which buckets of whole bytes pay their folding."""
 
@@ -59,13 +61,7 @@ def _plan(
         pieces = max(1, min(-(-threads // groups), max(keys, queries) // _LEAST))
     digit = digit_of(bits, channels, keys)
     at = places(dim, channels, samples, bits, digit, keys)
-    return Plan(digit, pieces, at.end, array("q", at))
-
-
-def compile_kernels() -> None:
-    """Compile, or read what was compiled before: a run over no heads."""
-    nothing = array("q", [1] * PROBLEM_SIZE).buffer_info()[0]
-    run(WHOLE, 0, 0, nothing, nothing, nothing)
+    return Plan(digit, pieces, padded(at.end), array("q", at))
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -106,13 +102,13 @@ def attend(
         problem[KEYS] = 0
     elif shared is not None:
         problem[CODES] = 0
-    addresses = problem.buffer_info()[0], plan.layout.buffer_info()[0]
     for job in [CAUSAL] if causal else [WHOLE] if shared is None else [GATHER, SCATTER]:
-
-        def work(first: int, last: int, job: int = job) -> None:
-            run(job, first, last, scratch(plan.size), *addresses)
-
-        spread(work, groups * plan.pieces, threads)
+        members = min(threads, groups * plan.pieces)
+        shares = min(groups * plan.pieces, _SHARES * members if members > 1 else 1)
+        room = scratch(members * plan.size)
+        addresses = problem.buffer_info()[0], plan.layout.buffer_info()[0]
+        team = array("q", Team(0, 0, job, groups * plan.pieces, shares, room, plan.size, *addresses))
+        run_team(work.address, team.buffer_info()[0], members)
     return out if dtype == torch.float32 else out.to(dtype)
 
 

@@ -94,7 +94,25 @@ class Places(NamedTuple):
     """All of it, in bytes."""
 
 
-PROBLEM_SIZE, PLACES_SIZE = len(Problem._fields), len(Places._fields)
+class Team(NamedTuple):
+    """What the threads of a call share."""
+
+    members: int
+    """How many have joined."""
+    taken: int
+    """How many shares are taken."""
+    job: int
+    parts: int
+    """Heads, or parts of heads."""
+    shares: int
+    scratch: int
+    """The address of all threads' scratch memory, `size` bytes each."""
+    size: int
+    problem: int
+    layout: int
+
+
+PROBLEM_SIZE, PLACES_SIZE, TEAM_SIZE = (len(each._fields) for each in (Problem, Places, Team))
 KEYS, CODES = Problem._fields.index("k"), Problem._fields.index("codes")
 """Where these addresses are in a `Problem`."""
 

@@ -1,36 +1,40 @@
-"""Threads that run parts of a kernel, as many as PyTorch uses, and each thread's scratch memory.
+"""A team of threads, as many as PyTorch uses, and their scratch memory.
 
-numba's own thread pools are not used: the one that is always there breaks when two Python threads call it at
-once, and the one on OpenMP ends a process that forks. Kernels run without Python's lock, in plain threads.
+PyTorch's own threads are borrowed where they are OpenMP's: after an operator they wait for more work and keep
+their cores busy, so that others would have to share them. Elsewhere, and in a forked process, where OpenMP's
+are lost, plain Python threads do the same; they hold no lock while a kernel runs. numba's thread pools are
+not used: the one that is always there breaks when two Python threads call it at once.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable
+from functools import cache
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-Work = Callable[[int, int], None]
+Work = Callable[[int], Any]
 
 
-class _Part:
+class _Helper:
     """One thread's part of a call, and what became of it."""
 
-    __slots__ = ("_done", "_error", "_first", "_last", "_work")
+    __slots__ = ("_data", "_done", "_error", "_work")
 
-    def __init__(self, work: Work, first: int, last: int) -> None:
-        self._work, self._first, self._last = work, first, last
+    def __init__(self, work: Work, data: int) -> None:
+        self._work, self._data = work, data
         self._error: BaseException | None = None
         self._done = threading.Lock()
         self._done.acquire()
 
     def run(self) -> None:
         try:
-            self._work(self._first, self._last)
+            self._work(self._data)
         except BaseException as error:
             self._error = error
         self._done.release()
@@ -41,13 +45,14 @@ class _Part:
             raise self._error
 
 
-_queue: SimpleQueue[_Part] = SimpleQueue()
+_queue: SimpleQueue[_Helper] = SimpleQueue()
 _workers = 0
 _growing = threading.Lock()
+_forked = False
 _own = threading.local()
 
 
-def _serve(queue: SimpleQueue[_Part]) -> None:
+def _serve(queue: SimpleQueue[_Helper]) -> None:
     while True:
         queue.get().run()
 
@@ -62,30 +67,54 @@ def _grow(workers: int) -> None:
 
 def _forget() -> None:
     """A forked process has none of its parent's threads."""
-    global _queue, _workers, _growing
-    _queue, _workers, _growing = SimpleQueue(), 0, threading.Lock()
+    global _queue, _workers, _growing, _forked
+    _queue, _workers, _growing, _forked = SimpleQueue(), 0, threading.Lock(), True
 
 
-os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
-def spread(work: Work, count: int, threads: int) -> None:
-    """work(first, last) for ranges that make up 0 to `count`, one a thread; the caller runs the first."""
-    threads = min(threads, count)
-    if threads <= 1:
-        work(0, count)
-        return
+@cache
+def _openmp() -> Any:
+    """The function of PyTorch's OpenMP that runs a C function on its threads; None where there is none."""
+    if "OpenMP" not in torch.__config__.parallel_info():
+        return None
+    try:
+        function = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
+        return None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    function.restype = None
+    return function
+
+
+def run_team(address: int, data: int, threads: int) -> None:
+    """Call the C function at `address` with `data` on that many threads, the caller's among them."""
+    start = None if threads == 1 or _forked else _openmp()
+    if start is None:
+        spread(_function(address), data, threads)
+    else:
+        start(address, data, threads, 0)
+
+
+@cache
+def _function(address: int) -> Work:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+
+
+def spread(work: Work, data: int, threads: int) -> None:
+    """work(data) on that many Python threads, the caller's among them."""
     if _workers < threads - 1:
         _grow(threads - 1)
-    edges = [count * i // threads for i in range(threads + 1)]
-    parts = [_Part(work, edges[i], edges[i + 1]) for i in range(1, threads)]
-    for part in parts:
-        _queue.put(part)
+    helpers = [_Helper(work, data) for _ in range(threads - 1)]
+    for helper in helpers:
+        _queue.put(helper)
     try:
-        work(0, edges[1])
+        work(data)
     finally:
-        for part in parts:
-            part.wait()
+        for helper in helpers:
+            helper.wait()
 
 
 def scratch(size: int) -> int:

@@ -156,6 +156,17 @@ def octets(address: int) -> Any:
 
 
 @intrinsic
+def claim(typing: Any, numbers: Any, index: Any) -> Any:
+    """One of the integers, and to all other threads it is one more at once."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.gep(pointer_of(context, builder, signature, arguments, 0), [arguments[1]])
+        return builder.atomic_rmw("add", place, integer(1), "seq_cst")
+
+    return types.int64(numbers, types.int64), emit
+
+
+@intrinsic
 def sign_bits(typing: Any, y: Any, y0: Any) -> Any:
     """Bit r says whether number r of 16 is at least zero."""
 
