@@ -18,6 +18,7 @@ from ecoformer.backends.cpu.problem import (
     SCATTER,
     WHOLE,
     Team,
+    digit_of,
     padded,
     places,
 )
@@ -27,18 +28,8 @@ from ecoformer.backends.hashing import Functions, HashFunctions
 
 _LEAST = 256
 """Tokens that are worth a thread of their own."""
-_BYTES = 1 << 17
-"""Most memory for buckets of whole bytes, and as much again for tables; beyond, digits are half a byte."""
 _SHARES = 4
 """Into how many shares a thread's part is cut, lest all wait for one that was held up."""
-_MANY = 512
-"""Keys from which buckets of whole bytes pay their folding."""
-
-
-def digit_of(bits: int, channels: int, keys: int) -> int:
-    """Bits of a digit: 8 where there are keys enough and the cache is large enough, else 4."""
-    buckets = (bits + 7) // 8 * 256
-    return 8 if bits > 4 and keys >= _MANY and buckets * padded(channels) * 4 <= _BYTES else 4
 
 
 class Plan(NamedTuple):

@@ -12,6 +12,10 @@ LANES = 16
 """Rows in scratch memory are padded to a multiple of this."""
 
 
+_BYTES = 1 << 17
+"""Most memory for buckets of whole bytes, and as much again for tables; beyond, digits are half a byte."""
+_MANY = 512
+"""Keys from which buckets of whole bytes pay their folding."""
 WHOLE, GATHER, SCATTER, CAUSAL = range(4)
 """What threads are asked for: heads from tokens to output, or in two passes, or in causal order."""
 
@@ -125,6 +129,12 @@ def padded(number: int) -> int:
 def digits(bits: int, digit: int) -> int:
     """How many digits a code has."""
     return (bits + digit - 1) // digit
+
+
+def digit_of(bits: int, channels: int, keys: int) -> int:
+    """Bits of a digit: 8 where there are keys enough and the cache is large enough, else 4."""
+    buckets = (bits + 7) // 8 * 256
+    return 8 if bits > 4 and keys >= _MANY and buckets * padded(channels) * 4 <= _BYTES else 4
 
 
 def places(dim: int, channels: int, samples: int, bits: int, digit: int, keys: int) -> Places:

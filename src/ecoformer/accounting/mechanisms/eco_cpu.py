@@ -1,0 +1,81 @@
+"""EcoFormer on the CPU's fused kernels: what they execute, padding of rows included.
+
+Additions of integers count as additions; a token's offsets and a head's few constants are not counted, as
+elsewhere. Buckets and tables are look-ups of rows: one an element, and one addition. Bytes are those of
+tokens, values, output and hash functions: all else stays in the cache.
+"""
+
+from __future__ import annotations
+
+from ecoformer.accounting.counts import Counts, mac
+from ecoformer.accounting.mechanisms.parts import Heads, around, floats
+from ecoformer.attention import HashedAttention
+from ecoformer.backends.cpu.problem import STRETCH, digit_of, digits, padded
+from ecoformer.hashing import KernelHasher, LshHasher
+
+
+def eco_on_cpu(layer: HashedAttention, batch: int, tokens: int) -> Counts:
+    """A layer's forward pass where the "cpu" backend computes its attention, in one thread."""
+    hasher = layer.hasher
+    if layer.bias != "paper" or not isinstance(hasher, (KernelHasher, LshHasher)) or not hasher.token_wise:
+        raise ValueError(f"the CPU kernels do not compute this layer: {layer}")
+    h = Heads.of(layer, batch, tokens)
+    samples = hasher.support if isinstance(hasher, KernelHasher) else 0
+    return around(layer, h, None) + operator(h, hasher.bits, samples)
+
+
+def operator(h: Heads, bits: int, samples: int) -> Counts:
+    """From tokens to output; `samples` is m, or 0 for plain hyperplanes."""
+    digit = digit_of(bits, h.channels, h.tokens)
+    of_codes = hashing(h, bits, samples)
+    moved = Counts(bytes=floats(3 * h.numbers, h.heads * _numbers_of_functions(h.channels, bits, samples)))
+    return of_codes + sums(h, bits, digit) + tables(h, bits, digit) + read(h, bits, digit) + moved
+
+
+def _numbers_of_functions(dim: int, bits: int, samples: int) -> int:
+    return samples * (dim + 1 + bits) + 1 if samples else dim * bits
+
+
+def hashing(h: Heads, bits: int, samples: int) -> Counts:
+    """Lengths, products with support samples, the kernel by a polynomial, products with A, signs."""
+    dim, wide_m, wide_b = h.channels, padded(samples), padded(bits)
+    length = Counts(mul=dim, add=dim + 16)
+    signs = Counts(compare=2 * wide_b)
+    if not samples:
+        return (length + mac(dim * wide_b) + signs) * h.rows
+    root = Counts(exp=1, mul=1)
+    kernel = Counts(mul=11, add=14, compare=4, shift=1) * wide_m
+    token = length + root + mac(dim * wide_m) + kernel + mac(samples * wide_b) + signs
+    once = (length + Counts(mul=2)) * samples
+    return token * h.rows + once * h.heads
+
+
+def sums(h: Heads, bits: int, digit: int) -> Counts:
+    """A bucket a digit for every token, and the folding of the buckets."""
+    wide = padded(h.channels)
+    token = Counts(lookup=h.channels, add=h.channels + 1) * digits(bits, digit)
+    fold = Counts(add=wide + 1)
+    for width in _widths(bits, digit):
+        fold += Counts(add=3 * wide + 3) * ((1 << width) - 1)
+    return token * h.rows + fold * (h.groups * -(-h.tokens // STRETCH))
+
+
+def tables(h: Heads, bits: int, digit: int) -> Counts:
+    """A row for every value of every digit, and the bias on those of the first."""
+    wide, widths = padded(h.channels), _widths(bits, digit)
+    total = Counts(mul=1) + mac(wide) * (1 << widths[0])
+    for width in widths:
+        first = (mac(wide) + Counts(add=1)) * width
+        total += first + (mac(wide) + mac(1)) * ((1 << width) - 1)
+    return total * h.groups
+
+
+def read(h: Heads, bits: int, digit: int) -> Counts:
+    """A row a digit for every token, and the division."""
+    row = Counts(lookup=h.channels, add=h.channels + 1)
+    return (row * digits(bits, digit) + Counts(mul=h.channels)) * h.rows
+
+
+def _widths(bits: int, digit: int) -> list[int]:
+    """Bits of each digit: the last may have fewer."""
+    return [min(digit, bits - start) for start in range(0, bits, digit)]
