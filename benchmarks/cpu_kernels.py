@@ -1,0 +1,117 @@
+"""The CPU kernels against SDPA and eager PyTorch, with two threads, in one run.
+
+    python benchmarks/cpu_kernels.py
+
+Every contestant is checked against the reference first. Attention is timed twice. "in a row": in every round a
+contestant is called several times, and all but its first calls count, as in a loop over one operator. "in
+turns": one call each, so that every call finds the caches as the others left them; `ecoformer bench attention`
+measures so. Then whole models, and what one process pays once: compiling, or reading what was compiled.
+Writes results/cpu_kernels.json.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from record import write_result
+
+from ecoformer.benchmarking.attention import bench_attention, draw_inputs, work_of
+from ecoformer.benchmarking.models import Load, bench_models
+from ecoformer.benchmarking.operators import Operator, Setting, build_layer, operators_of
+
+SHAPES = [(1, 1, 3136, 32), (16, 1, 3136, 32), (1, 5, 196, 32), (1, 8, 49, 32), (1, 8, 16384, 64)]
+THREADS = 2
+FIRST_CALL = """
+import time, torch
+from ecoformer.backends import cpu, hashing
+f = hashing.HashFunctions(torch.ones(1, 1, 8), torch.zeros(1, 1), torch.ones(1), torch.ones(1, 1, 8))
+x = torch.ones(1, 1, 1, 8)
+start = time.perf_counter()
+cpu.forward(x, None, x, None, f, 16.0, False)
+print(time.perf_counter() - start)
+"""
+
+
+def in_a_row(works: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """Median milliseconds of each, called 2 + 8 times (fewer where that takes long) in every round."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(next(iter(times.values()))) < 3:
+        for name, work in works.items():
+            start = time.perf_counter()
+            work()
+            first = time.perf_counter() - start
+            calls = int(min(8, max(1, 0.2 / first)))
+            work()
+            for _ in range(calls):
+                start = time.perf_counter()
+                work()
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: round(median(each), 4) for name, each in times.items()}
+
+
+def attention(shape: tuple[int, int, int, int]) -> dict[str, Any]:
+    setting = Setting(shape, torch.float32, torch.device("cpu"))
+    rows = bench_attention([setting], ("softmax", "eco"), seconds=3.0, memory=False).rows
+    if any(row.failure for row in rows):
+        raise RuntimeError(f"no times for a failure: {[row.failure for row in rows]}")
+    layers = [build_layer(name, setting) for name in ("softmax", "eco")]
+    operators: list[Operator] = [operator for layer in layers for operator in operators_of(layer, setting)]
+    inputs = draw_inputs(setting, [layers[1].hasher])  # type: ignore[list-item]
+    works = {operator.backend: work_of(operator, inputs, False) for operator in operators}
+    row = in_a_row(works, 6.0)
+    turns = {each.backend: round(each.timing.median_ms, 4) for each in rows if each.timing}
+    return {"shape": shape, "in a row": with_ratios(row), "in turns": with_ratios(turns)}
+
+
+def with_ratios(ms: dict[str, float]) -> dict[str, Any]:
+    ratios = {f"{name} / cpu": round(ms[name] / ms["cpu"], 2) for name in ("sdpa", "eager")}
+    return {"median_ms": ms, "ratios": ratios}
+
+
+def models() -> list[dict[str, Any]]:
+    import timm
+
+    def images(count: int) -> torch.Tensor:
+        return torch.randn(count, 3, 224, 224, generator=torch.Generator().manual_seed(count))
+
+    model = timm.create_model("pvt_v2_b0").eval()
+    load = Load(images, "images", {"model": "pvt_v2_b0", "resolution": 224})
+    run = bench_models(model, ["softmax", "explicit", "eco"], load, [1, 16], torch.device("cpu"), seconds=6.0)
+    return [row.to_dict() for row in run.rows]
+
+
+def first_calls() -> dict[str, float]:
+    """Seconds of the first call in a process, numba's import included."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"NUMBA_CACHE_DIR": folder}
+        command = [sys.executable, "-c", FIRST_CALL]
+        found = [subprocess.run(command, env=environment, capture_output=True, check=True) for _ in range(3)]
+    compiled, *read = (round(float(run.stdout), 2) for run in found)
+    return {"compiling": compiled, "reading what was compiled": min(read)}
+
+
+def main() -> None:
+    torch.set_num_threads(THREADS)
+    figures: dict[str, Any] = {"threads": THREADS, "dtype": "fp32", "attention": []}
+    for shape in SHAPES:
+        figures["attention"].append(attention(shape))
+        print(figures["attention"][-1], flush=True)
+    figures["models"] = models()
+    figures["first call, seconds"] = first_calls()
+    for row in figures["models"]:
+        print(row["mechanism"], row["backend"], row["batch"], row["median_ms"], row["ratio_to_sdpa"])
+    print(figures["first call, seconds"])
+    print(write_result("cpu_kernels", figures))
+
+
+if __name__ == "__main__":
+    main()
