@@ -2,11 +2,12 @@
 
     python benchmarks/cpu_kernels.py
 
-Every contestant is checked against the reference first. Attention is timed twice. "in a row": in every round a
-contestant is called several times, and all but its first calls count, as in a loop over one operator. "in
-turns": one call each, so that every call finds the caches as the others left them; `ecoformer bench attention`
-measures so. Then whole models, and what one process pays once: compiling, or reading what was compiled.
-Writes results/cpu_kernels.json.
+Every contestant is checked against the reference first. Attention is timed twice. "in a row": in every round
+a contestant is called several times, and all but its first calls count, as in a loop over one operator. "in
+turns": one call each, so that every call finds the caches as the others left them, which is how `ecoformer
+bench attention` measures. Then whole models, and what one process pays once: compiling, or reading what was
+compiled. "load" is the machine's load average before each part: beyond the benchmark's own threads it is work
+of others, and times are theirs too. Writes results/cpu_kernels.json.
 """
 
 from __future__ import annotations
@@ -44,11 +45,14 @@ def in_a_row(works: dict[str, Callable[[], object]], seconds: float) -> dict[str
     """Median milliseconds of each, called 2 + 8 times (fewer where that takes long) in every round."""
     times: dict[str, list[float]] = {name: [] for name in works}
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(next(iter(times.values()))) < 3:
+    while time.perf_counter() < end or len(next(iter(times.values()))) < 2:
         for name, work in works.items():
             start = time.perf_counter()
             work()
             first = time.perf_counter() - start
+            if first > 1:  # nothing to warm up
+                times[name].append(first * 1e3)
+                continue
             calls = int(min(8, max(1, 0.2 / first)))
             work()
             for _ in range(calls):
@@ -59,17 +63,18 @@ def in_a_row(works: dict[str, Callable[[], object]], seconds: float) -> dict[str
 
 
 def attention(shape: tuple[int, int, int, int]) -> dict[str, Any]:
+    load = round(os.getloadavg()[0], 2)
     setting = Setting(shape, torch.float32, torch.device("cpu"))
-    rows = bench_attention([setting], ("softmax", "eco"), seconds=3.0, memory=False).rows
+    rows = bench_attention([setting], ("softmax", "eco"), seconds=2.0, memory=False).rows
     if any(row.failure for row in rows):
         raise RuntimeError(f"no times for a failure: {[row.failure for row in rows]}")
     layers = [build_layer(name, setting) for name in ("softmax", "eco")]
     operators: list[Operator] = [operator for layer in layers for operator in operators_of(layer, setting)]
     inputs = draw_inputs(setting, [layers[1].hasher])  # type: ignore[list-item]
     works = {operator.backend: work_of(operator, inputs, False) for operator in operators}
-    row = in_a_row(works, 6.0)
+    row = in_a_row(works, 4.0)
     turns = {each.backend: round(each.timing.median_ms, 4) for each in rows if each.timing}
-    return {"shape": shape, "in a row": with_ratios(row), "in turns": with_ratios(turns)}
+    return {"shape": shape, "load": load, "in a row": with_ratios(row), "in turns": with_ratios(turns)}
 
 
 def with_ratios(ms: dict[str, float]) -> dict[str, Any]:
@@ -85,7 +90,7 @@ def models() -> list[dict[str, Any]]:
 
     model = timm.create_model("pvt_v2_b0").eval()
     load = Load(images, "images", {"model": "pvt_v2_b0", "resolution": 224})
-    run = bench_models(model, ["softmax", "explicit", "eco"], load, [1, 16], torch.device("cpu"), seconds=6.0)
+    run = bench_models(model, ["softmax", "explicit", "eco"], load, [1, 16], torch.device("cpu"), seconds=4.0)
     return [row.to_dict() for row in run.rows]
 
 
@@ -105,6 +110,7 @@ def main() -> None:
     for shape in SHAPES:
         figures["attention"].append(attention(shape))
         print(figures["attention"][-1], flush=True)
+    figures["load before models"] = round(os.getloadavg()[0], 2)
     figures["models"] = models()
     figures["first call, seconds"] = first_calls()
     for row in figures["models"]:
