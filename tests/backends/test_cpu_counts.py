@@ -219,7 +219,7 @@ def run_counting(kernels, call):
     [
         {"n": 50, "bits": 16, "samples": 5},
         {"n": 7, "bits": 33, "samples": 17, "dim": 19},
-        {"n": 515, "bits": 13, "samples": 2, "dim": 3, "batch": 1, "heads": 1},
+        {"n": 1030, "bits": 13, "samples": 2, "dim": 3, "batch": 1, "heads": 1},
         {"n": 9, "bits": 4, "planes": True, "batch": 3},
     ],
     ids=str,

@@ -12,9 +12,9 @@ LANES = 16
 """Rows in scratch memory are padded to a multiple of this."""
 
 
-_BYTES = 1 << 17
+_BYTES = 1 << 18
 """Most memory for buckets of whole bytes, and as much again for tables; beyond, digits are half a byte."""
-_MANY = 512
+_MANY = 1024
 """Keys from which buckets of whole bytes pay their folding."""
 WHOLE, GATHER, SCATTER, CAUSAL = range(4)
 """What threads are asked for: heads from tokens to output, or in two passes, or in causal order."""
