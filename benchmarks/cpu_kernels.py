@@ -4,8 +4,8 @@
 
 Every contestant is checked against the reference first. Attention is timed twice. "in a row": in every round
 a contestant is called several times, and all but its first calls count, as in a loop over one operator. "in
-turns": one call each, so that every call finds the caches as the others left them, which is how `ecoformer
-bench attention` measures. Then whole models, and what one process pays once: compiling, or reading what was
+turns": one timed call after one that is not, round after round, which is how `ecoformer bench attention`
+measures. Then whole models, and what one process pays once: compiling, or reading what was
 compiled. "load" is the machine's load average before each part: beyond the benchmark's own threads it is work
 of others, and times are theirs too. Writes results/cpu_kernels.json.
 """

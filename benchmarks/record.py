@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import ecoformer
+from ecoformer.benchmarking.results import hardware
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
@@ -22,7 +23,7 @@ def write_result(name: str, figures: Any) -> Path:
     record = {
         "command": "python " + " ".join(map(_relative, sys.argv)),
         "commit": _commit(),
-        "hardware": _hardware(),
+        "hardware": hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -61,9 +62,3 @@ def _commit() -> str:
 
     changed = git("status", "--porcelain", "--", ".", ":!results")
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-dirty" if changed else "")
-
-
-def _hardware() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

@@ -21,7 +21,16 @@ from torch import Tensor, nn
 
 from ecoformer.arguments import one_line
 
-__all__ = ["CheckpointError", "check_config", "check_fit", "load_into", "read", "read_config", "write"]
+__all__ = [
+    "CheckpointError",
+    "check_config",
+    "check_fit",
+    "load_into",
+    "read",
+    "read_config",
+    "to_disk",
+    "write",
+]
 
 FORMAT = 1
 _KEY = "ecoformer"
@@ -234,11 +243,16 @@ def _reserve(temporary: Path, target: Path) -> int:
 def _sync_folder(folder: Path) -> None:
     """Make the new name last through a power cut; some systems do not let a folder be synced."""
     with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        to_disk(folder)
+
+
+def to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _open(path: str) -> BinaryIO:

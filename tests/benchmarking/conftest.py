@@ -1,17 +1,11 @@
 """What benchmarks meet in tests: one backend, and little garbage."""
 
-import gc
-
 import pytest
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _old_objects_are_left_alone():
-    """Collecting garbage before memory is measured takes long among all that tests have imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+def _little_garbage(old_objects_left_alone):
+    """In every benchmark."""
 
 
 @pytest.fixture(autouse=True)

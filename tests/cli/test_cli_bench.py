@@ -1,6 +1,5 @@
 """`ecoformer bench` as a user meets it."""
 
-import gc
 import json
 import sys
 from functools import partial
@@ -13,13 +12,7 @@ QUICK = ("--seconds", "0.01", "--threads", "1")
 SMALL = ("--shape", "1,2,50,8")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _old_objects_are_left_alone():
-    """Collecting garbage before memory is measured takes long among all that tests have imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("old_objects_left_alone")
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ WRITES = {
     "progress": ("ecoformer.training.state.write", OSError(errno.ENOSPC, "No space left on device")),
     "folder": ("pathlib.Path.mkdir", OSError(errno.ENOSPC, "No space left on device")),
     "manifest": ("ecoformer.training.state.replace_text", OSError(errno.ENOSPC, "No space left on device")),
-    "sync": ("ecoformer.training.state._to_disk", OSError(errno.EIO, "Input/output error")),
+    "sync": ("ecoformer.training.state.to_disk", OSError(errno.EIO, "Input/output error")),
     "name": ("pathlib.Path.rename", OSError(errno.EIO, "Input/output error")),
 }
 

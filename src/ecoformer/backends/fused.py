@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from ecoformer.arguments import one_line
 from ecoformer.backends import eager
 from ecoformer.backends.hashing import Functions, HashFunctions, Hyperplanes, codes
 
@@ -106,7 +107,7 @@ def _import(name: str) -> Fused | str:
     try:
         return cast(Fused, importlib.import_module(f"ecoformer.backends.{name}"))
     except ImportError as error:
-        return f"it cannot be imported: {' '.join(str(error).split())}"
+        return f"it cannot be imported: {one_line(error)}"
 
 
 @cache

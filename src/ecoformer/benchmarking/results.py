@@ -124,6 +124,12 @@ def device_name(device: torch.device) -> str:
     return f"{platform.machine()} CPU"
 
 
+def hardware(device: torch.device) -> str:
+    """What ran, and on the CPU with how many threads."""
+    threads = "" if device.type == "cuda" else f", {torch.get_num_threads()} threads"
+    return device_name(device) + threads
+
+
 def with_ratios(rows: list[Row]) -> list[Row]:
     """The same rows with `ratio_to_sdpa`, by the softmax row among them."""
     base = next((r.timing for r in rows if r.mechanism == "softmax"), None)

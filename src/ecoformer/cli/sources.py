@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import nn
 
 from ecoformer.arguments import one_line
 from ecoformer.checkpoints import CheckpointError, load, load_official
+from ecoformer.models.names import check_timm_name
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,7 @@ def _from_transformers(path: Path, config: dict[str, Any]) -> Source:
 def _timm(name: str, **arguments: Any) -> nn.Module:
     import timm
 
-    if not timm.is_model(name):
-        close = difflib.get_close_matches(name, timm.list_models(), n=3)
-        hint = f"did you mean {', '.join(close)}?" if close else "timm.list_models() lists the names"
-        raise ValueError(f"{name!r} is neither a file, nor a folder, nor a timm model: {hint}")
+    check_timm_name(name, f"{name!r} is neither a file, nor a folder, nor a timm model")
     model: nn.Module = timm.create_model(name, **arguments)
     return model.eval()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,8 +42,8 @@ def train(
         typer.echo(training.as_yaml(chosen), nl=False)
         return
     folder = out or Path("runs") / Path(recipe).stem
-    result = training.train(chosen, folder, resume=resume, device=device, show=_is_first_process())
-    if _is_first_process():
+    result = training.train(chosen, folder, resume=resume, device=device, show=True)
+    if training.is_first_process():
         _show(result, folder, as_json)
 
 
@@ -89,7 +88,3 @@ def _training() -> Any:
         raise ImportError(
             f"training needs more packages ({error.name}): pip install 'ecoformer[train]'"
         ) from error
-
-
-def _is_first_process() -> bool:
-    return os.environ.get("RANK", "0") == "0"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ecoformer.training.state import RunFolder
+
 
 @dataclass(frozen=True)
 class Run:
@@ -38,9 +40,10 @@ class Run:
 def read_run(path: str | Path, name: str | None = None) -> Run:
     """The run in a folder."""
     folder = Path(path)
+    files = RunFolder(folder)
     try:
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        result = json.loads(files.result_file.read_text(encoding="utf-8"))
+        lines = files.metrics_file.read_text(encoding="utf-8").splitlines()
         run = Run(name or folder.name, result, [json.loads(line) for line in lines])
         run.mechanism, run.accuracy, run.cost()["energy_pj"]
     except FileNotFoundError as error:

@@ -12,13 +12,14 @@ import torch
 from ecoformer.benchmarking.timing import time_contestants
 from ecoformer.checkpoints import load
 from ecoformer.conversion import convert
-from ecoformer.data.augment import plain
-from ecoformer.data.splits import Arrays, Splits
+from ecoformer.data.splits import Arrays, Images, Splits
 from ecoformer.hashing import fit_hashers
 from ecoformer.report.page import render, table_rows, write_page
 from ecoformer.report.runs import Run, read_run
 from ecoformer.training import Recipe, evaluate, load_recipe, train
 from ecoformer.training.run import load_splits
+from ecoformer.training.state import RunFolder
+from ecoformer.training.tasks import Task
 
 SOFTMAX, ECO = "softmax", "eco"
 LATENCY_BATCH = 16
@@ -87,7 +88,7 @@ def tell(
     say(f"1. training with softmax attention: {common.schedule.epochs} epochs of {len(splits.train)} digits")
     teacher = _run(common, folder / SOFTMAX, splits, show)
     say(f"   accuracy {teacher.accuracy:.2%}")
-    checkpoint = folder / SOFTMAX / "model.safetensors"
+    checkpoint = RunFolder(folder / SOFTMAX).model_file
     say("2. converting to hashed attention and fitting its hash functions, without any labels")
     unlearned = _converted_accuracy(checkpoint, common, splits)
     say(f"   accuracy {unlearned:.2%} before any training")
@@ -100,14 +101,14 @@ def tell(
 
 
 def _run(recipe: Recipe, folder: Path, splits: Splits, show: bool) -> Run:
-    resume = (folder / "recipe.yaml").exists()
+    resume = RunFolder(folder).recipe_file.exists()
     train(recipe, folder, resume=resume, device="cpu", show=show, splits=splits)
     return read_run(folder)
 
 
 def _converted_accuracy(checkpoint: Path, recipe: Recipe, splits: Splits) -> float:
     model = load(checkpoint)
-    inputs = _inputs(splits.train, recipe, recipe.hashing.samples)
+    inputs = _inputs(splits.train, recipe, splits, recipe.hashing.samples)
     convert(model, ECO, example=inputs[:1])
     fit_hashers(model, [inputs], samples=len(inputs), progress=False)
     return evaluate(model, recipe, splits)["accuracy"]
@@ -147,8 +148,8 @@ def _compared(
 
 def _latencies(folder: Path, recipe: Recipe, splits: Splits) -> dict[str, float]:
     """Median milliseconds of a batch for both models, taken in turns."""
-    inputs = _inputs(splits.test, recipe, LATENCY_BATCH)
-    models = {name: load(folder / name / "model.safetensors") for name in (SOFTMAX, ECO)}
+    inputs = _inputs(splits.test, recipe, splits, LATENCY_BATCH)
+    models = {name: load(RunFolder(folder / name).model_file) for name in (SOFTMAX, ECO)}
     with torch.inference_mode():
         works = {name: partial(model, inputs) for name, model in models.items()}
         for work in works.values():
@@ -157,8 +158,9 @@ def _latencies(folder: Path, recipe: Recipe, splits: Splits) -> dict[str, float]
     return {name: timing.median_ms for name, timing in timings.items()}
 
 
-def _inputs(part: object, recipe: Recipe, count: int) -> torch.Tensor:
+def _inputs(part: Arrays | Images, recipe: Recipe, splits: Splits, count: int) -> torch.Tensor:
     if not isinstance(part, Arrays):
         raise TypeError("the story is told on data in memory")
-    a = recipe.augment
-    return plain(part.inputs[:count], size=a.size, mean=a.mean, std=a.std)
+    samples = part.batch(torch.arange(min(count, len(part))))
+    inputs: torch.Tensor = Task(recipe, splits).test_batch(*samples)[0]
+    return inputs

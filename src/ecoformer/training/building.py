@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,9 @@ from ecoformer.checkpoints.describe import ARGUMENTS
 from ecoformer.conversion import convert
 from ecoformer.conversion.layers import choose, find_layers
 from ecoformer.data.splits import Splits
+from ecoformer.models.names import check_timm_name
 from ecoformer.training.recipe import Recipe
+from ecoformer.training.tasks import Task
 
 ENCODERS = {"text": "TextEncoder", "pairs": "TwoTowerEncoder", "tokens": "TextEncoder"}
 
@@ -33,10 +34,7 @@ def _picture_model(recipe: Recipe, splits: Splits) -> nn.Module:
     import timm
 
     name = recipe.model.name
-    if not timm.is_model(name):
-        close = difflib.get_close_matches(name, timm.list_models(), n=3)
-        hint = f"did you mean {', '.join(close)}?" if close else "timm.list_models() lists the names"
-        raise ValueError(f"model.name: timm has no model {name!r}: {hint}")
+    check_timm_name(name, f"model.name: timm has no model {name!r}")
     model: nn.Module = timm.create_model(name, num_classes=splits.classes, **recipe.model.options)
     setattr(model, ARGUMENTS, dict(recipe.model.options))  # timm forgets them, a checkpoint needs them
     return model
@@ -99,7 +97,7 @@ def example_of(recipe: Recipe, splits: Splits) -> torch.Tensor:
     return torch.ones(shape, dtype=torch.long)
 
 
-def load_teacher(recipe: Recipe, splits: Splits, device: torch.device) -> nn.Module | None:
+def load_teacher(recipe: Recipe, splits: Splits, task: Task, device: torch.device) -> nn.Module | None:
     """The recipe's teacher, ready to answer, or None."""
     if recipe.teacher is None:
         return None
@@ -107,8 +105,7 @@ def load_teacher(recipe: Recipe, splits: Splits, device: torch.device) -> nn.Mod
     if not path.exists():
         raise FileNotFoundError(f"teacher.checkpoint: there is no file {path}")
     teacher = load(path).eval().requires_grad_(False)
-    example = example_of(recipe, splits)
-    answered = teacher(*example.unbind(1)) if splits.kind == "pairs" else teacher(example)
+    answered = task.answer(teacher, example_of(recipe, splits))
     if answered.shape[-1] != splits.classes:
         raise ValueError(
             f"teacher.checkpoint: {path.name} answers with {answered.shape[-1]} classes, but "

@@ -43,6 +43,11 @@ def is_sharded(accelerator: Any) -> bool:
     return str(accelerator.distributed_type.value) == "FSDP"
 
 
+def is_first_process() -> bool:
+    """Whether this process is the one that prints and writes; known before any of them has met the others."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextlib.contextmanager
 def one_process_first(device: str | None) -> Iterator[None]:
     """The first process of a machine runs the context before the others, which find what it has left."""

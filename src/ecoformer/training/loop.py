@@ -68,7 +68,7 @@ class Trainer:
         bare = build_model(recipe, splits)
         self.parameters = sum(p.numel() for p in bare.parameters())
         self.cost = costs(bare, recipe, splits)
-        self.teacher = load_teacher(recipe, splits, self.device)
+        self.teacher = load_teacher(recipe, splits, self.task, self.device)
         self.average = make_average(bare, recipe, self.device)
         optimiser = build_optimiser(bare, recipe)
         self.model, self.optimiser = self.accelerator.prepare(bare, optimiser)

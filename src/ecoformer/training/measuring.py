@@ -14,7 +14,7 @@ from ecoformer.data.splits import Splits
 from ecoformer.running import eval_mode
 from ecoformer.training.building import example_of
 from ecoformer.training.recipe import Recipe
-from ecoformer.training.tasks import Judgement, Task
+from ecoformer.training.tasks import Task
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -38,8 +38,7 @@ def judge(
     with eval_mode(model), mixed_precision(task.recipe.precision, device):
         for inputs, targets in batches:
             x, y = task.test_batch(inputs, targets)
-            judged: Judgement = task.judge(task.answer(model, x), y)
-            total = total + judged.stacked()
+            total = total + task.judge(task.answer(model, x), y)
     return total
 
 

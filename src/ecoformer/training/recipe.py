@@ -13,6 +13,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import Self
 
+from ecoformer.arguments import one_line
+
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -234,7 +236,7 @@ def _read(source: str) -> dict[str, Any]:
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"recipe {source} is no YAML: {' '.join(str(error).split())}") from None
+        raise ValueError(f"recipe {source} is no YAML: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise ValueError(f"recipe {source} must hold keys and values, got {type(values).__name__}")
     return values

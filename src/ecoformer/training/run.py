@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,10 +13,12 @@ import torch
 from torch import nn
 
 import ecoformer
+from ecoformer.arguments import one_line
+from ecoformer.benchmarking.results import hardware
 from ecoformer.checkpoints import load
 from ecoformer.data import load as load_data
 from ecoformer.data.splits import Arrays, Splits
-from ecoformer.training.devices import one_process_first
+from ecoformer.training.devices import is_first_process, one_process_first
 from ecoformer.training.display import Display
 from ecoformer.training.loading import measured_batches
 from ecoformer.training.loop import Interrupted, Trainer
@@ -67,7 +68,7 @@ def train(
         shared = "cache" in recipe.data.options  # two processes must not write it at once
         with one_process_first(device) if shared else nullcontext():
             splits = load_splits(recipe)
-    first = os.environ.get("RANK", "0") == "0"
+    first = is_first_process()
     board = folder.path / "tensorboard" if recipe.tensorboard and first else None
     display = Display(show=show and first, board=board)
     trainer = Trainer(recipe, splits, folder, resume=resume, device=device, display=display)
@@ -129,19 +130,13 @@ def _result(trainer: Trainer, measured: dict[str, float]) -> dict[str, Any]:
         "parameters": trainer.parameters,
         "cost": trainer.cost,
         "processes": trainer.accelerator.num_processes,
-        "hardware": _hardware(trainer.device),
+        "hardware": hardware(trainer.device),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
             "ecoformer": ecoformer.__version__,
         },
     }
-
-
-def _hardware(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
 @contextmanager
@@ -154,11 +149,11 @@ def _saying_how_to_go_on(folder: RunFolder) -> Iterator[None]:
         kept = f"the state of step {steps[-1]} is kept" if steps else "no checkpoint was written yet"
         remedy = f"{kept} in {folder.path}; the same command with --resume goes on"
         kind = Interrupted if isinstance(error, Interrupted) else RunStopped
-        raise kind(f"{_one_line(error)}; {remedy}") from error
+        raise kind(f"{_cause(error)}; {remedy}") from error
 
 
-def _one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+def _cause(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
     if any("Original Traceback" in line for line in lines):  # of a worker: its own message comes last
         return lines[-1]
-    return " ".join(" ".join(lines).split())[:500]
+    return one_line(error, 500)

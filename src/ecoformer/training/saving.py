@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ecoformer.arguments import one_line
 from ecoformer.storage import CheckpointError, load_into
 from ecoformer.training import state
 
@@ -51,7 +52,7 @@ def write_checkpoint(trainer: Trainer) -> None:
             state.complete(folder, step, trainer.recipe.keep)
     except Exception as error:  # a full disk is an OSError, a RuntimeError or safetensors' own
         shutil.rmtree(path, ignore_errors=True)
-        what = " ".join(str(error).split())[:300]
+        what = one_line(error)
         remedy = ": make room" if "No space left" in what else ""
         raise OSError(f"the checkpoint of step {step} was not completed ({what}){remedy}") from error
     accelerator.wait_for_everyone()

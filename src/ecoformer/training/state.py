@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from ecoformer.storage import CheckpointError, read, write
+from ecoformer.storage import CheckpointError, read, to_disk, write
 from ecoformer.training.recipe import Recipe, as_yaml, checked
 
 MANIFEST = "manifest.json"
@@ -176,14 +176,14 @@ def complete(folder: RunFolder, step: int, keep: int) -> Path:
     """Give a written checkpoint its name, once all is on the disk; then remove those that are too old."""
     unfinished, path = folder.unfinished(step), folder.checkpoint(step)
     if folder.metrics_file.exists():
-        _to_disk(folder.metrics_file)
+        to_disk(folder.metrics_file)
     files = sorted(file for file in unfinished.rglob("*") if file.is_file())
     manifest = {str(file.relative_to(unfinished)): _checksum(file) for file in files}
     replace_text(unfinished / MANIFEST, json.dumps(manifest, indent=1))
     for entry in (*files, *(entry for entry in unfinished.rglob("*") if entry.is_dir()), unfinished):
-        _to_disk(entry)
+        to_disk(entry)
     unfinished.rename(path)
-    _to_disk(folder.checkpoints)
+    to_disk(folder.checkpoints)
     tidy(folder, keep)
     return path
 
@@ -240,14 +240,6 @@ def _checksum(file: Path) -> str:
         while block := stream.read(1 << 20):
             digest.update(block)
         return digest.hexdigest()
-
-
-def _to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _barely_begun(path: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,22 +12,6 @@ from ecoformer.data.augment import augment, plain
 from ecoformer.data.masking import mask_bytes
 from ecoformer.data.splits import IGNORED, Splits
 from ecoformer.training.recipe import Recipe
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """Sums over samples, so that batches and processes add up."""
-
-    right: Tensor
-    loss: Tensor
-    asked: Tensor
-
-    def __add__(self, other: Judgement) -> Judgement:
-        return Judgement(self.right + other.right, self.loss + other.loss, self.asked + other.asked)
-
-    def stacked(self) -> Tensor:
-        """As one tensor (3,), which processes can add up."""
-        return torch.stack([self.right, self.loss, self.asked]).double()
 
 
 class Task:
@@ -74,12 +57,12 @@ class Task:
         total = F.cross_entropy(logits.float(), targets, reduction="sum", **options)
         return total / (targets != IGNORED).sum().clamp(min=1)  # a part of a batch may ask for nothing
 
-    def judge(self, logits: Tensor, targets: Tensor) -> Judgement:
-        """Right answers and loss over a test batch."""
+    def judge(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Right answers, loss and number of questions of a test batch, (3,): sums, which add up."""
         logits, targets = _flat(logits, targets)
         loss = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
         right = (logits.argmax(-1) == targets) & (targets != IGNORED)
-        return Judgement(right.sum().double(), loss.double(), (targets != IGNORED).sum().double())
+        return torch.stack([right.sum().double(), loss.double(), (targets != IGNORED).sum().double()])
 
     def _pixels(self) -> dict[str, Any]:
         a = self.recipe.augment

@@ -11,6 +11,7 @@ from functools import cache
 
 from torch import Tensor
 
+from ecoformer.arguments import one_line
 from ecoformer.backends.fused import CannotRun
 from ecoformer.backends.hashing import Functions
 
@@ -59,8 +60,8 @@ def _attend() -> Callable[..., Tensor]:
     try:
         from ecoformer.backends.cpu.launch import attend
     except Exception as error:  # whatever numba stumbles over, eager still runs
-        line = " ".join(str(error).split())[:200]
-        raise CannotRun(f"numba cannot compile its kernels ({type(error).__name__}: {line})") from error
+        what = f"{type(error).__name__}: {one_line(error, 200)}"
+        raise CannotRun(f"numba cannot compile its kernels ({what})") from error
     return attend
 
 
