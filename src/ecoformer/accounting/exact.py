@@ -7,15 +7,17 @@ that sums of residual branches and whatever else no module stands for are found 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from ecoformer.accounting.counts import Counts
+from ecoformer.accounting.cpu_kernels import CpuKernels
 from ecoformer.accounting.executed import Counting
 from ecoformer.accounting.parts import Parts
+from ecoformer.accounting.unfitted import taken_for_fitted
 from ecoformer.attention import Attention
 from ecoformer.hashing import hashers_of
 from ecoformer.running import eval_mode, run_on_meta
@@ -24,7 +26,9 @@ Row = tuple[str, str, Any, Counts]
 
 
 @torch.no_grad()
-def exact_rows(model: nn.Module, example: Any) -> tuple[list[Row], list[str]]:
+def exact_rows(
+    model: nn.Module, example: Any, kernels: CpuKernels | None = None
+) -> tuple[list[Row], list[str]]:
     """(name, kind, part, counts) of every module that executes anything, and what could not be counted.
 
     A module's counts are of what it executes itself, outside of its submodules: all rows together are the
@@ -34,13 +38,16 @@ def exact_rows(model: nn.Module, example: Any) -> tuple[list[Row], list[str]]:
     Args:
         model: any module.
         example: the input's shape, such as (1, 3, 224, 224); or an input; or keyword arguments.
+        kernels: hashed layers count as these execute them; None counts all as eager PyTorch does.
 
     Returns:
         The rows, and "name (operator)" for every operator that was executed but is not known.
     """
     counting = Counting()
     modules = dict(model.named_modules())
-    with _as_in_inference(model), _attributed(modules, counting), counting:
+    # Kernels stand in before our own hooks are there: layers with hooks are not for them.
+    stand_in = nullcontext() if kernels is None else kernels.standing_in(model, counting)
+    with _as_in_inference(model), stand_in, _attributed(modules, counting), counting:
         run_on_meta(model, example)
     parts = Parts(model)
     rows = [
@@ -76,13 +83,6 @@ def _attributed(modules: Mapping[str, nn.Module], counting: Counting) -> Iterato
 
 @contextmanager
 def _as_in_inference(model: nn.Module) -> Iterator[None]:
-    """Eval mode, and hashers that pass for fitted: what they have learned changes no count."""
-    hashers = {hasher: hasher._known_fitted for hasher in hashers_of(model).values()}
-    for hasher in hashers:
-        hasher._known_fitted = True
-    try:
-        with eval_mode(model):
-            yield
-    finally:
-        for hasher, fitted in hashers.items():
-            hasher._known_fitted = fitted
+    """Eval mode, and hashers that pass for fitted."""
+    with taken_for_fitted(hashers_of(model).values()), eval_mode(model):
+        yield

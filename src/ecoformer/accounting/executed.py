@@ -104,7 +104,11 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
         if not func.is_view:
-            self._add(name_of(func), cost_of(func, args, kwargs, out))
+            counts = cost_of(func, args, kwargs, out)
+            if counts is None:
+                self.uncounted.append((self._places[-1], name_of(func)))
+            else:
+                self.add(counts)
         return _laid_out(out, *args[:2]) if func is torch.ops.aten.convolution.default else out
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -115,15 +119,12 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 out = out.transpose(1, 2).contiguous().transpose(1, 2)
         mask = args[0] if args else kwargs.get("attn_mask")
         counts = attention_counts(query, key, value, mask)
-        self._add("", counts + Counts(bytes=read([query, key, value, mask]) + written(out)))
+        self.add(counts + Counts(bytes=read([query, key, value, mask]) + written(out)))
         return out
 
-    def _add(self, name: str, counts: Counts | None) -> None:
-        place = self._places[-1]
-        if counts is None:
-            self.uncounted.append((place, name))
-        else:
-            self.counts[place] += counts
+    def add(self, counts: Counts) -> None:
+        """Count these under the current place."""
+        self.counts[self._places[-1]] += counts
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

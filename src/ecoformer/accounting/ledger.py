@@ -13,12 +13,15 @@ from torch import Tensor, nn
 
 from ecoformer.accounting import paper
 from ecoformer.accounting.counts import KINDS, Counts
+from ecoformer.accounting.cpu_kernels import CpuKernels
 from ecoformer.accounting.energy import EnergyTable, energy_table
 from ecoformer.accounting.exact import exact_rows
 from ecoformer.accounting.shapes import trace
 from ecoformer.arguments import one_line
 
 Accounting = Literal["paper", "exact"]
+Backend = Literal["eager", "cpu"]
+"""Backends whose work the exact accounting knows."""
 Part = Literal["attention", "ffn", "other"]
 
 
@@ -34,13 +37,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a model costs, layer by layer; `uncounted` are layers that no rule is known for."""
+    """What a model costs, layer by layer.
+
+    `uncounted` are layers that no rule is known for. `backend` is the one whose work is counted, None where
+    the accounting knows of none; `refused` are hashed layers that it does not compute, and why: they count
+    as on the eager path.
+    """
 
     model: str
     accounting: str
     energy: EnergyTable
     rows: tuple[Row, ...]
     uncounted: tuple[str, ...] = ()
+    backend: str | None = None
+    refused: tuple[str, ...] = ()
 
     @property
     def total(self) -> Counts:
@@ -73,6 +83,7 @@ class Ledger:
         return {
             "model": self.model,
             "accounting": self.accounting,
+            "backend": self.backend,
             "energy": {"name": self.energy.name, "pj": dict(self.energy.pj), "source": self.energy.source},
             "total": self.total.to_dict() | {"energy_pj": self.energy_pj},
             "shares": self.shares(),
@@ -83,6 +94,7 @@ class Ledger:
                 for row in self.rows
             ],
             "uncounted": list(self.uncounted),
+            "refused": list(self.refused),
         }
 
     def to_json(self) -> str:
@@ -112,9 +124,14 @@ class Ledger:
             for line in lines
         ]
         shares = ", ".join(f"{part} {share:.1%}" for part, share in self.shares().items())
-        head = f"{self.model}, {self.accounting} accounting, energy {self.energy.name}: {shares}"
-        left_out = [f"not counted: {', '.join(self.uncounted)}"] if self.uncounted else []
-        return "\n".join([head, *table, *left_out])
+        how = f"{self.accounting} accounting" + (f", {self.backend} backend" if self.backend else "")
+        head = f"{self.model}, {how}, energy {self.energy.name}: {shares}"
+        return "\n".join([head, *table, *(f"{what}: {', '.join(names)}" for what, names in self.notes())])
+
+    def notes(self) -> list[tuple[str, tuple[str, ...]]]:
+        """What the figures leave out, or count otherwise than was asked, and of which layers."""
+        found = (("not counted", self.uncounted), ("counted as eager", self.refused))
+        return [(what, names) for what, names in found if names]
 
     def _line(self, name: str, kind: str, counts: Counts, used: list[str]) -> list[str]:
         numbers = [f"{getattr(counts, key):,}" for key in used]
@@ -127,6 +144,7 @@ def cost(
     *,
     accounting: Accounting = "paper",
     energy: str | PathLike[str] | dict[str, Any] | EnergyTable = "fp32-45nm",
+    backend: Backend | None = None,
 ) -> Ledger:
     """What one forward pass of `model` costs, layer by layer.
 
@@ -135,16 +153,19 @@ def cost(
     Args:
         model: any module, converted or not; hash functions need not be fitted.
         input_size: the input's shape, such as (1, 3, 224, 224); or an input; or keyword arguments.
-        accounting: "paper" counts what the paper's tables count; "exact" everything that PyTorch executes on
-            the eager path, memory traffic included, each operator put down to the module that called it.
+        accounting: "paper" counts what the paper's tables count; "exact" everything that is executed, memory
+            traffic included, each operator put down to the module that called it.
         energy: a table's name, a JSON file, or picojoules by kind of operation.
+        backend: what computes hashed attention, for exact accounting alone. "eager", which None means, are
+            PyTorch's single steps; "cpu" the kernels that add by buckets and tables. Layers that these do not
+            compute are counted as eager.
     """
-    if accounting not in ("paper", "exact"):
-        raise ValueError(f'accounting must be "paper" or "exact", got {accounting!r}')
+    check_accounting(accounting, backend)
     table = energy_table(energy)
+    kernels = CpuKernels() if backend == "cpu" else None
     try:
         if accounting == "exact":
-            rows, uncounted = exact_rows(model, input_size)
+            rows, uncounted = exact_rows(model, input_size, kernels)
         else:
             rows, uncounted = paper.rows(model, trace(model, input_size))
     except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
@@ -152,4 +173,26 @@ def cost(
         raise ValueError(
             f"{type(model).__name__} cannot take an input of {given}: {one_line(error, 200)}"
         ) from error
-    return Ledger(type(model).__name__, accounting, table, tuple(Row(*row) for row in rows), tuple(uncounted))
+    return Ledger(
+        type(model).__name__,
+        accounting,
+        table,
+        tuple(Row(*row) for row in rows),
+        tuple(uncounted),
+        (backend or "eager") if accounting == "exact" else None,
+        () if kernels is None else tuple(f"{name} ({why})" for name, why in kernels.refused.items()),
+    )
+
+
+def check_accounting(accounting: str, backend: str | None) -> None:
+    """Refuse an unknown accounting or backend, and a backend where none is asked about."""
+    if accounting not in ("paper", "exact"):
+        raise ValueError(f'accounting must be "paper" or "exact", got {accounting!r}')
+    if backend is None:
+        return
+    if backend not in ("eager", "cpu"):
+        raise ValueError(f'backend must be "eager" or "cpu", got {backend!r}')
+    if accounting == "paper":
+        raise ValueError(
+            f'the paper counts no backend: leave backend={backend!r} out, or take accounting="exact"'
+        )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ecoformer.accounting.energy import EnergyTable, energy_table
-from ecoformer.accounting.ledger import Accounting, Ledger, cost
+from ecoformer.accounting.ledger import Accounting, Backend, Ledger, check_accounting, cost
 from ecoformer.attention import attention_class, list_attentions
 from ecoformer.conversion import convert
 
@@ -49,6 +49,7 @@ def sweep(
     example: Any = (1, 3, 224, 224),
     accounting: Accounting = "paper",
     energy: str | Mapping[str, Any] | EnergyTable = "fp32-45nm",
+    backend: Backend | None = None,
 ) -> list[Point]:
     """What a model costs for each mechanism and each value of one parameter.
 
@@ -62,12 +63,14 @@ def sweep(
         example: the input, where the parameter is not one of the input: its shape, or a tensor of tokens.
         accounting: as `cost` takes it.
         energy: as `cost` takes it.
+        backend: as `cost` takes it.
 
     Returns:
         One point for each mechanism and value, mechanism by mechanism.
     """
     name, fixed, table = SYNONYMS.get(parameter, parameter), dict(settings or {}), energy_table(energy)
     chosen = list(values)
+    check_accounting(accounting, backend)
     _check(name, chosen, mechanisms, fixed)
     points = []
     for mechanism in mechanisms:
@@ -77,7 +80,7 @@ def sweep(
             model = build()
             if mechanism is not None:
                 convert(model, mechanism, example=_as_tensor(given), **changed)
-            ledger = cost(model, given, accounting=accounting, energy=table)
+            ledger = cost(model, given, accounting=accounting, energy=table, backend=backend)
             points.append(Point(name, value, mechanism, ledger))
     return points
 

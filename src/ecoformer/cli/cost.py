@@ -48,6 +48,10 @@ def cost(
     accounting: Annotated[
         str, typer.Option(help="`paper` counts what the paper counts, `exact` all that is executed.")
     ] = "paper",
+    backend: Annotated[
+        str | None,
+        typer.Option(help="Exact only: `eager` single steps of PyTorch, `cpu` the kernels by tables."),
+    ] = None,
     energy: Annotated[str, typer.Option(help="An energy table's name, or a JSON file.")] = "fp32-45nm",
     resolution: Annotated[
         int | None, typer.Option(help="Height and width of the image; 224 if nothing is said.", min=1)
@@ -59,7 +63,8 @@ def cost(
     """Operations and energy of one forward pass.
 
     Examples: `ecoformer cost pvt_v2_b0 --attention eco --accounting paper --resolution 224`;
-    `ecoformer cost pvt_v2_b0 --compare softmax,eco --sweep resolution=224,384,512`
+    `ecoformer cost pvt_v2_b0 --compare softmax,eco --sweep resolution=224,384,512`;
+    `ecoformer cost pvt_v2_b0 --attention eco --accounting exact --backend cpu`
     """
     _exclude(("--attention", attention), ("--compare", compare))
     _exclude(("--json", as_json), ("--csv", as_csv))
@@ -71,7 +76,7 @@ def cost(
     example: Any = torch.zeros(1, 3, resolution or 224, resolution or 224)
     if tokens is not None:
         example = torch.zeros(1, tokens, dtype=torch.long)
-    ask = _Question(lambda: _open(model), example, accounting, energy)
+    ask = _Question(lambda: _open(model), example, accounting, energy, backend)
     if swept is not None:
         _print_points(ask.sweep(names, chosen, *swept), as_json, as_csv)
     elif compare is not None:
@@ -91,21 +96,25 @@ class _Question:
     example: Any
     accounting: Any
     energy: str
+    backend: Any
 
     def ledger(self, mechanism: str | None, settings: dict[str, Any]) -> Ledger:
         model = self.build()
         if mechanism is not None:
             convert(model, mechanism, example=self.example, **settings)
-        return cost_of(model, self.example, accounting=self.accounting, energy=self.energy)
+        return cost_of(model, self.example, **self._how())
 
     def sweep(
         self, names: list[str | None], settings: list[dict[str, Any]], parameter: str, values: list[Any]
     ) -> list[Point]:
-        count = {"example": self.example, "accounting": self.accounting, "energy": self.energy}
+        count = {"example": self.example} | self._how()
         found: list[Point] = []
         for name, some in zip(names, settings, strict=True):
             found += sweep(self.build, parameter, values, mechanisms=[name], settings=some, **count)
         return found
+
+    def _how(self) -> dict[str, Any]:
+        return {"accounting": self.accounting, "energy": self.energy, "backend": self.backend}
 
 
 def _open(model: str) -> nn.Module:
@@ -137,7 +146,7 @@ def _print_ledgers(ledgers: dict[str, Ledger], as_json: bool, as_csv: bool) -> N
         for name, ledger in ledgers.items():
             table.add_row(name, *_figures(ledger))
         plain_console().print(table)
-        _print_uncounted(ledgers)
+        _print_notes(ledgers)
 
 
 def _print_points(points: list[Point], as_json: bool, as_csv: bool) -> None:
@@ -153,13 +162,13 @@ def _print_points(points: list[Point], as_json: bool, as_csv: bool) -> None:
                 table.add_section()
             table.add_row(point.mechanism or "as it is", str(point.value), *_figures(point.ledger))
         plain_console().print(table)
-        _print_uncounted({point.mechanism or "as it is": point.ledger for point in points})
+        _print_notes({point.mechanism or "as it is": point.ledger for point in points})
 
 
-def _print_uncounted(ledgers: dict[str, Ledger]) -> None:
+def _print_notes(ledgers: dict[str, Ledger]) -> None:
     for name, ledger in ledgers.items():
-        if ledger.uncounted:
-            typer.echo(f"not counted ({name}): {', '.join(ledger.uncounted)}")
+        for what, layers in ledger.notes():
+            typer.echo(f"{what} ({name}): {', '.join(layers)}")
 
 
 def _table(*keys: str) -> Table:

@@ -2,26 +2,51 @@
 
 Additions of integers count as additions; a token's offsets and a head's few constants are not counted, as
 elsewhere. Buckets and tables are look-ups of rows: one an element, and one addition. Bytes are those of
-tokens, values, output and hash functions: all else stays in the cache.
+tokens, values, output and hash functions: all else stays in the cache. Keys that are padding count like
+others.
 """
 
 from __future__ import annotations
 
 from ecoformer.accounting.counts import Counts, mac
 from ecoformer.accounting.mechanisms.parts import Heads, around, floats
+from ecoformer.accounting.unfitted import taken_for_fitted
 from ecoformer.attention import HashedAttention
 from ecoformer.backends.cpu.problem import STRETCH, digit_of, digits, padded
 from ecoformer.hashing import KernelHasher, LshHasher
+from ecoformer.hashing.kernel import MAX_BITS
 
 
 def eco_on_cpu(layer: HashedAttention, batch: int, tokens: int) -> Counts:
     """A layer's forward pass where the "cpu" backend computes its attention, in one thread."""
-    hasher = layer.hasher
-    if layer.bias != "paper" or not isinstance(hasher, (KernelHasher, LshHasher)) or not hasher.token_wise:
-        raise ValueError(f"the CPU kernels do not compute this layer: {layer}")
+    why = refusal(layer)
+    if why is not None:
+        raise ValueError(f"the CPU kernels do not compute this layer: {why}")
     h = Heads.of(layer, batch, tokens)
-    samples = hasher.support if isinstance(hasher, KernelHasher) else 0
-    return around(layer, h, None) + operator(h, hasher.bits, samples)
+    return around(layer, h, None) + operator(h, layer.hasher.bits, samples_of(layer))
+
+
+def refusal(layer: HashedAttention) -> str | None:
+    """Why the "cpu" backend does not compute this layer's attention; None where it does."""
+    hasher = layer.hasher
+    if type(layer).attend is not HashedAttention.attend:
+        return f"{type(layer).__name__} attends in its own way"
+    if layer.bias != "paper":
+        return f'bias="{layer.bias}"'
+    if not isinstance(hasher, (KernelHasher, LshHasher)):
+        return f"the kernels do not know {type(hasher).__name__}"
+    if not hasher.token_wise:
+        return 'sigma="input"'
+    if hasher.bits > MAX_BITS:
+        return f"more than {MAX_BITS} bits"
+    with taken_for_fitted([hasher]):
+        known = hasher.functions() is not None
+    return None if known else "its hash functions have hooks, or a sign or a gradient of their own"
+
+
+def samples_of(layer: HashedAttention) -> int:
+    """m, or 0 for plain hyperplanes."""
+    return layer.hasher.support if isinstance(layer.hasher, KernelHasher) else 0
 
 
 def operator(h: Heads, bits: int, samples: int) -> Counts:

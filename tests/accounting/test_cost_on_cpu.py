@@ -1,0 +1,253 @@
+"""The exact accounting of a model whose hashed attention is computed by the CPU kernels."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import ecoformer
+from ecoformer.accounting import Ledger, sweep
+from ecoformer.accounting.counts import Counts
+from ecoformer.accounting.mechanisms import formula
+from ecoformer.accounting.mechanisms.eco_cpu import eco_on_cpu
+from ecoformer.attention import Attention, HashedAttention
+from ecoformer.cli import main
+from ecoformer.hashing import KernelHasher
+from ecoformer.models.pvt_v2 import EcoPyramidVisionTransformerV2
+from ecoformer.models.text import TextEncoder
+
+IMAGE = (2, 3, 64, 64)
+TOKENS = (2, 20, 12)
+
+
+def _pvt(attention: str = "eco", **config: Any) -> nn.Module:
+    return EcoPyramidVisionTransformerV2(
+        attention,
+        config,
+        img_size=64,
+        depths=(1, 2, 1, 1),
+        embed_dims=(8, 16, 24, 32),
+        num_heads=(1, 2, 3, 4),
+        mlp_ratios=(2, 2, 2, 2),
+        num_classes=10,
+    )
+
+
+def _exact(model: nn.Module, example: Any, backend: Any = None) -> Ledger:
+    return ecoformer.cost(model, example, accounting="exact", backend=backend)
+
+
+def _within(ledger: Ledger, name: str) -> Counts:
+    return sum((row.counts for row in ledger.rows if f"{row.name}.".startswith(f"{name}.")), Counts())
+
+
+def _layers(model: nn.Module) -> dict[str, Attention]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
+
+
+@pytest.mark.parametrize("attention", ["eco", "klsh_eco", "lsh_eco"])
+@pytest.mark.parametrize("local", [0, (3, 3)])
+def test_layers_are_their_formulas_and_nothing_else_changes(attention: str, local: Any) -> None:
+    model = _pvt(attention, bits=9, local=local)
+    eager, fused = _exact(model, IMAGE), _exact(model, IMAGE, "cpu")
+    tokens = {"stages.0": 256, "stages.1": 64, "stages.2": 16}
+    change = Counts()
+    hashed = [name for name, layer in _layers(model).items() if isinstance(layer, HashedAttention)]
+    assert len(hashed) == 4
+    for name in hashed:
+        layer, n = model.get_submodule(name), tokens[name[:8]]
+        assert _within(fused, name) == eco_on_cpu(layer, 2, n)
+        assert _within(eager, name) == formula(layer, 2, n)
+        change += eco_on_cpu(layer, 2, n) + formula(layer, 2, n) * -1
+    assert fused.total == eager.total + change
+    assert (fused.backend, fused.refused, fused.uncounted) == ("cpu", (), ())
+
+
+def test_additions_become_look_ups() -> None:
+    with torch.device("meta"):
+        model = timm.create_model("ecoformer_pvt_v2_b0", attention="eco")
+    eager, fused = (_exact(model, (1, 3, 224, 224), backend).of("attention") for backend in ("eager", "cpu"))
+    assert eager.lookup == 0
+    rows = (
+        2 * 32 * (3136 * 4 + 2 * 784 * 8 + 5 * 196 * 8)
+    )  # two layers a stage; digits are bytes in the first
+    assert fused.lookup == rows
+    assert fused.mul < eager.mul
+    assert fused.bytes < 0.3 * eager.bytes
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(4, 4), lambda: ecoformer.create_attention("softmax", 4, 2)]
+)
+def test_other_layers_are_counted_as_before(make: Any) -> None:
+    model, shape = make(), (2, 5, 4)
+    assert _exact(model, shape, "cpu").rows == _exact(model, shape).rows
+    assert _exact(model, shape, "cpu").refused == ()
+
+
+class _Own(ecoformer.EcoAttention):
+    name = "own"
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        return super().attend(q, k, v, mask, is_causal) * 2
+
+
+def _hooked() -> Attention:
+    layer = ecoformer.EcoAttention(12, 3)
+    layer.hasher.register_forward_hook(lambda module, args, out: out)
+    return layer
+
+
+def _replaced() -> Attention:
+    layer = ecoformer.EcoAttention(12, 3)
+    layer.attend = lambda q, k, v, mask, causal: v  # type: ignore[method-assign]
+    return layer
+
+
+REFUSED = {
+    'bias="official"': lambda: ecoformer.EcoAttention(12, 3, bias="official"),
+    'sigma="input"': lambda: ecoformer.EcoAttention(12, 3, sigma="input"),
+    "the kernels do not know SignHasher": lambda: ecoformer.create_attention("bi_eco", 12, 3),
+    "more than 64 bits": lambda: ecoformer.create_attention("lsh_eco", 12, 3, bits=65),
+    "_Own attends in its own way": lambda: _Own(12, 3),
+    "its attend was replaced": _replaced,
+    "its hash functions have hooks": _hooked,
+    "or a sign or a gradient of their own": lambda: ecoformer.EcoAttention(12, 3, surrogate="sigmoid"),
+    "the kernels compute in fp32": lambda: ecoformer.EcoAttention(12, 3).double(),
+}
+
+
+@pytest.mark.parametrize(("why", "make"), REFUSED.items(), ids=REFUSED)
+def test_layers_that_the_kernels_refuse_are_counted_as_before_and_named(why: str, make: Any) -> None:
+    model = nn.Sequential(make())
+    eager, fused = _exact(model, TOKENS), _exact(model, TOKENS, "cpu")
+    assert fused.rows == eager.rows
+    assert len(fused.refused) == 1
+    assert fused.refused[0].startswith("0 (")
+    assert why in fused.refused[0]
+    assert f"\ncounted as eager: {fused.refused[0]}" in str(fused)
+    assert json.loads(fused.to_json())["refused"] == list(fused.refused)
+
+
+class _Causal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = ecoformer.EcoAttention(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.attention(x, is_causal=True)
+        return out
+
+
+def test_causal_order_is_counted_as_before() -> None:
+    fused = _exact(_Causal(), TOKENS, "cpu")
+    assert fused.rows == _exact(_Causal(), TOKENS).rows
+    assert fused.refused == ("attention (causal order has no formula)",)
+
+
+def test_padding_counts_like_tokens_and_its_flags_are_read() -> None:
+    layer = ecoformer.EcoAttention(12, 3)
+    mask = torch.zeros(2, 20, dtype=torch.bool)
+    fused = _exact(layer, {"x": torch.zeros(TOKENS), "key_padding_mask": mask}, "cpu")
+    assert fused.total == eco_on_cpu(layer, 2, 20) + Counts(bytes=40)
+
+
+def test_half_precision_is_widened_for_the_kernels() -> None:
+    wide = _exact(ecoformer.EcoAttention(12, 3), TOKENS, "cpu")
+    half = _exact(ecoformer.EcoAttention(12, 3).bfloat16(), TOKENS, "cpu").total
+    own = next(row for row in wide.rows if row.kind == "eco").counts.bytes
+    assert (half.mul, half.add, half.lookup) == (wide.total.mul, wide.total.add, wide.total.lookup)
+    widened = 3 * TOKENS[0] * TOKENS[1] * TOKENS[2] * (2 + 4)
+    assert half.bytes == (wide.total.bytes - own) // 2 + own + widened
+
+
+def test_numba_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert _exact(ecoformer.EcoAttention(12, 3), TOKENS, "cpu").total.lookup
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = _pvt("eco").train()
+    _exact(model, IMAGE, "cpu")
+    with pytest.raises(ValueError, match="cannot take an input"):
+        _exact(model, (1, 5, 64, 64), "cpu")
+    assert model.training
+    for layer in _layers(model).values():
+        assert "attend" not in layer.__dict__
+    hashers = [module for module in model.modules() if isinstance(module, KernelHasher)]
+    assert hashers
+    assert not any(hasher._known_fitted or hasher._forward_hooks for hasher in hashers)
+
+
+def test_sweeps_take_a_backend() -> None:
+    def build() -> nn.Module:
+        return TextEncoder(attention="softmax", length=64, dim=16, hidden=8, classes=0)
+
+    how: dict[str, Any] = {"mechanisms": ["softmax", "lsh_eco"], "accounting": "exact"}
+    points = sweep(build, "tokens", [8, 32], **how, backend="cpu")
+    assert [point.ledger.backend for point in points] == ["cpu"] * 4
+    lookups = [point.ledger.of("attention").lookup for point in points]
+    assert lookups[:2] == [0, 0]
+    assert 0 < 4 * lookups[2] == lookups[3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"backend": "cpu"},
+            "the paper counts no backend: leave backend='cpu' out, or take accounting=\"exact\"",
+        ),
+        (
+            {"backend": "eager", "accounting": "paper"},
+            "the paper counts no backend: leave backend='eager' out, or take accounting=\"exact\"",
+        ),
+        (
+            {"backend": "triton", "accounting": "exact"},
+            'backend must be "eager" or "cpu", got \'triton\'',
+        ),
+    ],
+)
+def test_mistakes(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        ecoformer.cost(nn.Linear(4, 4), (2, 4), **arguments)
+
+    def never() -> nn.Module:
+        raise RuntimeError("checks come before the model is built")
+
+    with pytest.raises(ValueError, match=message):
+        sweep(never, "resolution", [64], **arguments)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    def command(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ecoformer", "cost", "pvt_v2_b0", "--resolution", "64", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return (int(end.value.code or 0), *capsys.readouterr())
+
+    return command
+
+
+def test_on_the_command_line(run: Any) -> None:
+    on_cpu = ("--accounting", "exact", "--backend", "cpu")
+    _, out, _ = run(*on_cpu, "--attention", "eco")
+    assert out.startswith("PyramidVisionTransformerV2, exact accounting, cpu backend, energy fp32-45nm: ")
+    assert " lookup " in out.splitlines()[1]
+    status, out, _ = run(*on_cpu, "--compare", "softmax,eco", "--set", "bias=official")
+    assert status == 0
+    assert 'counted as eager (eco): stages.0.blocks.0.attn.attention (bias="official"), ' in out
+    _, out, _ = run(*on_cpu, "--attention", "eco", "--sweep", "bits=8,16", "--json")
+    few, many = json.loads(out)
+    assert 0 < few["lookup"] < many["lookup"]
+    status, out, err = run("--attention", "eco", "--backend", "cpu")
+    assert (status, out) == (1, "")
+    assert err.count("\n") == 1
+    assert "the paper counts no backend" in err
