@@ -11,11 +11,11 @@ import torch
 
 from ecoformer import backends
 from ecoformer.attention import EcoAttention, PerformerAttention, SoftmaxAttention
-from ecoformer.benchmarking import attention, checking, crossover
+from ecoformer.benchmarking import checking, crossover
 from ecoformer.benchmarking.attention import MECHANISMS, bench_attention, draw_inputs
 from ecoformer.benchmarking.backends import forced
 from ecoformer.benchmarking.operators import Setting, build_layer, flash_linear_attention, operators_of
-from ecoformer.benchmarking.results import Row, Run
+from ecoformer.benchmarking.results import Row, Run, with_ratios
 from ecoformer.benchmarking.timing import Timing
 
 CPU = torch.device("cpu")
@@ -235,7 +235,7 @@ def simulated(monkeypatch):
             asked.append(n)
             times = {"softmax": n * n, "eco": n * meeting}
             rows = [Row(m, backend, {}, timing=Timing(t, t, t, 1)) for m, t in times.items()]
-            return Run("", 1, attention.with_ratios(rows))
+            return Run("", 1, with_ratios(rows))
 
         monkeypatch.setattr(crossover, "bench_attention", fake)
         return asked

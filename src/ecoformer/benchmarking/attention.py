@@ -18,7 +18,8 @@ from ecoformer.benchmarking.checking import (
     steady_tokens,
 )
 from ecoformer.benchmarking.energy import EnergyBench
-from ecoformer.benchmarking.memory import peak_memory_mb
+from ecoformer.benchmarking.graphs import require_graphs
+from ecoformer.benchmarking.measuring import Measures, measured
 from ecoformer.benchmarking.operators import (
     Operator,
     Setting,
@@ -26,8 +27,8 @@ from ecoformer.benchmarking.operators import (
     flash_linear_attention,
     operators_of,
 )
-from ecoformer.benchmarking.results import Check, Row, Run, device_name, failed, with_ratios
-from ecoformer.benchmarking.timing import synchronize, time_contestants
+from ecoformer.benchmarking.results import Check, Row, Run, device_name, failed
+from ecoformer.benchmarking.timing import synchronize
 from ecoformer.hashing import Hasher
 
 MECHANISMS = ("softmax", "eco", "performer", "linformer", "reformer")
@@ -79,13 +80,16 @@ def bench_attention(
         if name != "explicit":
             attention_class(name)
     device = settings[0].device
+    if any(setting.graphs for setting in settings):
+        require_graphs(device)
     run = Run(device_name(device), torch.get_num_threads())
     names = list(dict.fromkeys(("softmax", *mechanisms)))
     meter = EnergyBench(device) if energy else None
     try:
         for setting in settings:
             operators, hashers = _contestants(names, setting, run)
-            run.rows += _bench_one(operators, hashers, setting, seconds, memory, meter, progress)
+            measures = Measures(device, seconds, setting.graphs, memory, meter, progress)
+            run.rows += _bench_one(operators, hashers, setting, measures)
     finally:
         if meter is not None:
             run.notes.append(meter.note)
@@ -111,34 +115,18 @@ def _contestants(names: list[str], setting: Setting, run: Run) -> tuple[list[Ope
 
 
 def _bench_one(
-    operators: list[Operator],
-    hashers: list[Hasher],
-    setting: Setting,
-    seconds: float,
-    memory: bool,
-    meter: EnergyBench | None,
-    progress: Callable[[str], None],
+    operators: list[Operator], hashers: list[Hasher], setting: Setting, measures: Measures
 ) -> list[Row]:
     inputs = draw_inputs(setting, hashers)
     rows: list[Row] = []
     works: dict[int, Callable[[], object]] = {}
     for index, operator in enumerate(operators):
-        progress(f"{setting.shape}: checking {operator.mechanism} ({operator.backend})")
+        measures.progress(f"{setting.shape}: checking {operator.mechanism} ({operator.backend})")
         row = _checked(operator, inputs, setting)
         if row.failure is None:
             works[index] = work_of(operator, inputs, setting.backward)
         rows.append(row)
-    progress(f"{setting.shape}: timing {len(works)} contestants in turns")
-    timings = time_contestants(works, setting.device, seconds=seconds * max(1, len(works)))
-    for index, work in works.items():
-        row = replace(rows[index], timing=timings[index])
-        if memory:
-            row = replace(row, peak_mb=peak_memory_mb(work, setting.device))
-        if meter is not None:
-            progress(f"{setting.shape}: energy of {row.label}")
-            row = replace(row, energy=meter.measure(work))
-        rows[index] = row
-    return with_ratios(rows)
+    return measured(rows, works, measures, str(setting.shape))
 
 
 def draw_inputs(setting: Setting, hashers: Sequence[Hasher] = ()) -> Inputs:
@@ -175,7 +163,7 @@ def _arguments(operator: Operator, inputs: Inputs, backward: bool) -> tuple[Tens
 def _checked(operator: Operator, inputs: Inputs, setting: Setting) -> Row:
     """A row with its check, or with the reason why it gets no time."""
     about: dict[str, Any] = {"shape": list(setting.shape), "dtype": str(setting.dtype).removeprefix("torch.")}
-    about |= {"backward": setting.backward, "causal": setting.is_causal}
+    about |= {"backward": setting.backward, "causal": setting.is_causal, "graphs": setting.graphs}
     row = Row(operator.mechanism, operator.backend, about)
     try:
         check = _compare(operator, inputs, setting)

@@ -95,5 +95,6 @@ def _best(setting: Setting, seconds: float, progress: Callable[[str], None]) -> 
         raise RuntimeError(f"{run.wrong[0].label} at {setting.shape}: {run.wrong[0].failure}")
     rows = [row for row in run.rows if row.mechanism == "eco" and row.ratio_to_sdpa]
     if not rows:
-        raise RuntimeError(f"{setting.shape} does not fit in memory: there is no time to compare")
+        why = "; ".join(f"{row.label}: {row.failure}" for row in run.rows if row.failure)
+        raise RuntimeError(f"at {setting.shape} there is no time to compare: {why}")
     return max(rows, key=lambda row: row.ratio_to_sdpa or 0.0)

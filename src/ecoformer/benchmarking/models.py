@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from ecoformer.attention import Attention, HashedAttention, SoftmaxAttention, attention_class
 from ecoformer.benchmarking.backends import forced, hashed_backends
 from ecoformer.benchmarking.checking import hashed_truth, relative_error
+from ecoformer.benchmarking.compiling import compiled
 from ecoformer.benchmarking.energy import EnergyBench
 from ecoformer.benchmarking.explicit import ExplicitAttention, make_explicit
-from ecoformer.benchmarking.memory import peak_memory_mb
+from ecoformer.benchmarking.graphs import require_graphs
+from ecoformer.benchmarking.measuring import Measures, measured
 from ecoformer.benchmarking.operators import QUICK_FIT
-from ecoformer.benchmarking.results import Check, Row, Run, device_name, failed, with_ratios
-from ecoformer.benchmarking.timing import synchronize, time_contestants
+from ecoformer.benchmarking.results import Check, Row, Run, device_name, failed
+from ecoformer.benchmarking.timing import synchronize
 from ecoformer.conversion import convert
 from ecoformer.hashing import fit_hashers, hashers_of
 
@@ -42,6 +44,7 @@ class Load:
         compiled: all models by `torch.compile`.
         channels_last: memory format of images and weights.
         amp: dtype of autocast.
+        graphs: replays of CUDA graphs are timed, not calls.
     """
 
     make: Callable[[int], Tensor]
@@ -52,6 +55,7 @@ class Load:
     compiled: bool = False
     channels_last: bool = False
     amp: torch.dtype | None = None
+    graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,8 @@ def bench_models(
     for name in mechanisms:
         if name != "explicit":
             attention_class(name)
+    if load.graphs:
+        require_graphs(device)
     run = Run(device_name(device), torch.get_num_threads())
     contestants = []
     for name in dict.fromkeys(("softmax", *mechanisms)):
@@ -102,8 +108,9 @@ def bench_models(
     meter = EnergyBench(device) if energy else None
     try:
         checks = {id(c): _checked(c, load, device, progress) for c in contestants}
+        measures = Measures(device, seconds, load.graphs, meter=meter, progress=progress)
         for batch in batches:
-            run.rows += _bench_batch(contestants, checks, load, batch, device, seconds, meter, progress)
+            run.rows += _bench_batch(contestants, checks, load, batch, measures)
     finally:
         if meter is not None:
             run.notes.append(meter.note)
@@ -220,15 +227,9 @@ def _by_sdpa(layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, i
 
 
 def _bench_batch(
-    contestants: list[Contestant],
-    checks: dict[int, Row],
-    load: Load,
-    batch: int,
-    device: torch.device,
-    seconds: float,
-    meter: EnergyBench | None,
-    progress: Callable[[str], None],
+    contestants: list[Contestant], checks: dict[int, Row], load: Load, batch: int, measures: Measures
 ) -> list[Row]:
+    device = measures.device
     inputs = load.make(batch).to(device)
     if load.channels_last:
         inputs = inputs.to(memory_format=torch.channels_last)
@@ -238,7 +239,7 @@ def _bench_batch(
     for index, contestant in enumerate(contestants):
         row = replace(checks[id(contestant)], setting=about)
         if row.failure is None:
-            progress(f"batch {batch}: warming up {row.label}")
+            measures.progress(f"batch {batch}: warming up {row.label}")
             try:
                 work = _work(contestant, load, inputs, device)
                 work()
@@ -248,25 +249,19 @@ def _bench_batch(
             else:
                 works[index] = work
         rows.append(row)
-    progress(f"batch {batch}: timing {len(works)} models in turns")
-    timings = time_contestants(works, device, seconds=seconds * max(1, len(works)))
-    for index, work in works.items():
-        timing = timings[index]
-        per_second = batch * load.per_sample / (timing.median_ms / 1e3)
-        peak = peak_memory_mb(work, device)
-        row = replace(rows[index], timing=timing, per_second=per_second, peak_mb=peak)
-        if meter is not None:
-            progress(f"batch {batch}: energy of {row.label}")
-            row = replace(row, energy=meter.measure(work, batch))
-        rows[index] = row
-    return with_ratios(rows)
+    rows = measured(rows, works, measures, f"batch {batch}", items=batch)
+    return [replace(row, per_second=_per_second(row, batch * load.per_sample)) for row in rows]
+
+
+def _per_second(row: Row, count: int) -> float | None:
+    return None if row.timing is None else count / (row.timing.median_ms / 1e3)
 
 
 def _work(contestant: Contestant, load: Load, inputs: Tensor, device: torch.device) -> Callable[[], object]:
     """One inference, or one training step."""
     model: Callable[[Tensor], Tensor] = contestant.model
     if load.compiled:
-        model = torch.compile(contestant.model, dynamic=False)
+        model = compiled(contestant.model)
 
     def forward() -> Tensor:
         with contestant.in_backend(), _autocast(device, load.amp):

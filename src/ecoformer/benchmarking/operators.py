@@ -23,6 +23,7 @@ from ecoformer.attention import (
 )
 from ecoformer.benchmarking.backends import forced, hashed_backends
 from ecoformer.benchmarking.checking import Call, hashed_truth
+from ecoformer.benchmarking.compiling import compiled
 from ecoformer.benchmarking.explicit import ExplicitAttention
 from ecoformer.hashing import FitOptions
 
@@ -68,6 +69,7 @@ class Setting:
     backward: bool = False
     compiled: bool = False
     seed: int = 0
+    graphs: bool = False
 
 
 def build_layer(mechanism: str, setting: Setting) -> Attention:
@@ -124,8 +126,7 @@ def _hashed(layer: HashedAttention, setting: Setting) -> list[Operator]:
     made = [operator(name, _in_backend(name, plain)) for name in hashed_backends(setting.device)]
     if setting.compiled:
         # Every length would be compiled anew, so that it is checked at its own only.
-        compiled = torch.compile(plain, dynamic=False)
-        made.append(operator("eager, compiled", _in_backend("eager", compiled), sliced=False))
+        made.append(operator("eager, compiled", _in_backend("eager", compiled(plain)), sliced=False))
     return made
 
 

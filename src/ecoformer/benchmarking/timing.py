@@ -12,6 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ecoformer.benchmarking.capturing import captured as captured
+
 Work = Callable[[], object]
 Key = TypeVar("Key")
 
@@ -118,20 +120,6 @@ def _gpu_clock(device: torch.device) -> Callable[[list[Work]], list[float]]:
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def captured(work: Work) -> Work:
-    """The GPU work of a call as a CUDA graph: what it takes without the time to launch it."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(_WARM_UP):
-            work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
 
 
 def synchronize(device: torch.device) -> None:

@@ -11,6 +11,7 @@ import typer
 from ecoformer.benchmarking.attention import DTYPES, MECHANISMS, bench_attention
 from ecoformer.benchmarking.crossover import LONGEST, find_crossover
 from ecoformer.benchmarking.fitting import bench_fit, bench_model_fit
+from ecoformer.benchmarking.graphs import require_graphs
 from ecoformer.benchmarking.models import bench_models
 from ecoformer.benchmarking.operators import Setting
 from ecoformer.benchmarking.plot import plot_lengths
@@ -20,6 +21,7 @@ from ecoformer.cli.bench_options import (
     AsJson,
     Device,
     Energy,
+    Graphs,
     Threads,
     progress,
     read_choice,
@@ -52,6 +54,7 @@ def attention(
     compile_: Annotated[
         bool, typer.Option("--compile", help="Hashed attention by torch.compile too.")
     ] = False,
+    graphs: Graphs = False,
     crossover: Annotated[
         bool, typer.Option("--crossover", help="Find the N from which eco is faster than SDPA.")
     ] = False,
@@ -74,7 +77,7 @@ def attention(
     if plot is not None:
         shapes = _lengths(shapes)
     on, precision = read_device(device), read_choice("--dtype", dtype, DTYPES)
-    settings = [Setting(size, precision, on, causal, backward, compile_, seed) for size in shapes]
+    settings = [Setting(size, precision, on, causal, backward, compile_, seed, graphs) for size in shapes]
     names = read_names("--mechanisms", mechanisms)
     with thread_count(threads), progress() as tell:
         run = bench_attention(settings, names, seconds=seconds, energy=energy, progress=tell)
@@ -103,6 +106,7 @@ def model(
     compile_: Annotated[bool, typer.Option("--compile", help="All models by torch.compile.")] = False,
     channels_last: Annotated[bool, typer.Option("--channels-last", help="Images channels last.")] = False,
     amp: Annotated[str | None, typer.Option(help="Autocast: `bf16` or `fp16`.")] = None,
+    graphs: Graphs = False,
     device: Device = None,
     energy: Energy = False,
     seconds: Annotated[float, typer.Option(help="Seconds to time each contestant, about.", min=0.01)] = 2.0,
@@ -118,6 +122,8 @@ def model(
         read_numbers("--batch", batch),
         read_device(device),
     )
+    if graphs:
+        require_graphs(on)
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}
     base, load = base_model(
         name,
@@ -127,6 +133,7 @@ def model(
         compiled=compile_,
         channels_last=channels_last,
         amp=None if amp is None else read_choice("--amp", amp, half),
+        graphs=graphs,
     )
     with thread_count(threads), progress() as tell:
         run = bench_models(base, names, load, sizes, on, seconds=seconds, energy=energy, progress=tell)

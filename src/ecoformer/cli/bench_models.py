@@ -54,7 +54,7 @@ def _text_model(tokens: int, **how: Any) -> tuple[nn.Module, Load]:
 
 def _words(how: dict[str, Any]) -> dict[str, Any]:
     """What the rows say of how the models run."""
-    flags = {"train": "train", "channels_last": "channels last"}
+    flags = {"train": "train", "channels_last": "channels last", "graphs": "graphs"}
     words: dict[str, Any] = {flags[key]: True for key in flags if how.get(key)}
     if how.get("amp") is not None:
         words["autocast"] = str(how["amp"]).removeprefix("torch.")

@@ -16,6 +16,9 @@ Threads = Annotated[int | None, typer.Option(help="CPU threads; by default PyTor
 Energy = Annotated[
     bool, typer.Option("--energy", help="Measure energy too, by NVML on a GPU, by RAPL on a CPU.")
 ]
+Graphs = Annotated[
+    bool, typer.Option("--graphs", help="Time CUDA graphs of all: what launches kernels is not counted.")
+]
 
 
 def read_shape(text: str) -> tuple[int, int, int, int]:
