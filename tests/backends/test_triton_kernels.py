@@ -232,7 +232,7 @@ def test_bf16_by_the_interpreter(kernels):
     for x, true in zip(
         by_kernels(kernels, inputs, grad), by_autograd(inputs, grad, torch.float64), strict=True
     ):
-        assert error(x, true) < 2**-7
+        assert error(x, true) < 2**-6  # it cuts fp32 to bf16 where hardware rounds
 
 
 @pytest.mark.parametrize(("block", "per_sm"), [(64, 1), (64, 3), (32, 1 << 20)])

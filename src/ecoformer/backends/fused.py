@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from types import NoneType
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
 
 from ecoformer.arguments import one_line
 from ecoformer.backends import eager
@@ -154,12 +157,16 @@ def run(
     needs_grad: bool,
 ) -> Tensor:
     """Attention by the backend `name`, which has said that it can."""
-    if torch.compiler.is_compiling() or needs_grad or any(type(x) is not Tensor for x in (q, v)):
-        support, mean, sigma = functions[:3] if isinstance(functions, HashFunctions) else (None, None, None)
-        weight = functions.weight
-        out: Tensor = eco_attention(q, k, v, mask, support, mean, sigma, weight, beta, causal, name)[0]
-        return out
-    return _forward(name, q, k, v, mask, functions, beta, causal)[0]
+    support, mean, sigma = functions[:3] if isinstance(functions, HashFunctions) else (None, None, None)
+    tensors = (q, k, v, mask, support, mean, sigma, functions.weight)
+    out: Tensor
+    if torch.compiler.is_compiling() or any(type(x) not in (Tensor, Parameter, NoneType) for x in tensors):
+        out = eco_attention(*tensors, beta, causal, name)[0]
+    elif needs_grad:
+        out = _Quick.apply(*tensors, beta, causal, name)  # type: ignore[no-untyped-call]
+    else:
+        out = _forward(name, q, k, v, mask, functions, beta, causal)[0]
+    return out
 
 
 def _forward(
@@ -256,6 +263,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]
 
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> Grads:
+    return _gradients(ctx, grad, eco_attention_backward)
+
+
+def _gradients(ctx: Any, grad: Tensor, backward: Callable[..., list[Tensor]]) -> Grads:
+    """Of all inputs of the operator, by the operator's backward or by the function that it calls."""
     q, k, v, mask, support, mean, sigma, weight, *saved = ctx.saved_tensors
     asked = ctx.needs_input_grad
     needs = [asked[0], asked[1], asked[2], asked[7]]
@@ -264,12 +276,31 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> Grads:
         found = _plain_backward(grad, q, k, v, mask, functions, ctx.beta, ctx.causal, needs)
     else:
         tensors = (grad, q, k, v, mask, support, mean, sigma, weight)
-        found = eco_attention_backward(*tensors, ctx.beta, ctx.causal, ctx.backend, saved, needs)
+        found = backward(*tensors, ctx.beta, ctx.causal, ctx.backend, saved, needs)
     to_q, to_k, to_v, to_weight = (x if needed else None for x, needed in zip(found, needs, strict=True))
     return to_q, to_k, to_v, None, None, None, None, to_weight, None, None, None
 
 
 eco_attention.register_autograd(_backward, setup_context=_setup)
+
+
+class _Quick(torch.autograd.Function):
+    """The operator outside of compiled code, without what `torch.library` adds: a millisecond a layer."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        """As `eco_attention`, the output alone."""
+        q, k, v, mask, support, mean, sigma, weight, beta, causal, backend = inputs
+        functions = _functions(support, mean, sigma, weight)
+        output = _forward(backend, q, k, v, mask, functions, beta, causal)
+        _setup(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """As the operator's."""
+        return tuple(_gradients(ctx, grad, _backward_by))
 
 
 @torch.library.custom_op(
@@ -296,6 +327,27 @@ def eco_attention_backward(
     needs: list[bool],
 ) -> list[Tensor]:
     """Gradients of q, k, v and weight by the named backend, empty where not needed."""
+    return _backward_by(
+        grad, q, k, v, mask, support, mean, sigma, weight, beta, causal, backend, saved, needs
+    )
+
+
+def _backward_by(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    mask: Tensor | None,
+    support: Tensor | None,
+    mean: Tensor | None,
+    sigma: Tensor | None,
+    weight: Tensor,
+    beta: float,
+    causal: bool,
+    backend: str,
+    saved: list[Tensor],
+    needs: list[bool],
+) -> list[Tensor]:
     module = load(backend)
     functions = _functions(support, mean, sigma, weight)
     wanted = (needs[0], needs[1], needs[2], needs[3])

@@ -18,21 +18,22 @@ from ecoformer.backends.triton.hashing import (
     load_tile,
     product,
     project_back,
+    row_sums,
     store_tile,
+    transposed_product,
 )
 from ecoformer.backends.triton.state import load_parts, load_state, store_state
 
 
 @triton.jit
 def reading_grad(grad, h, sums, ones, total, count, beta, PIECES: tl.constexpr, PRECISION: tl.constexpr):
-    """Of a tile: a_t, e_t, and S a_t (BLOCK, BB), the gradient of codes by way of the numerators."""
-    signs = h.to(tl.float32)
-    below = tl.sum(signs * ones[None, :], axis=1) + beta * count
+    """Of a tile: one over below_t, e_t, and S a_t (BLOCK, BB), the gradient of codes by the numerators."""
+    below = row_sums(h, ones, PRECISION) + beta * count
     inverse = tl.where(count == 0, 0.0, 1.0 / tl.where(count == 0, 1.0, below))
-    a = grad.to(tl.float32) * inverse[:, None]
     to_codes = product(grad, tl.trans(sums), PIECES, PRECISION) * inverse[:, None]
-    e = -(tl.sum(signs * to_codes, axis=1) + beta * tl.sum(a * total[None, :], axis=1)) * inverse
-    return a, e, to_codes
+    biased = row_sums(grad, beta * total, PRECISION) * inverse
+    e = -(tl.sum(h.to(tl.float32) * to_codes, axis=1) + biased) * inverse
+    return inverse, e, to_codes
 
 
 @triton.jit
@@ -43,16 +44,19 @@ def gather_grad_tiles(
 ):  # fmt: skip
     """Gradient of the state from queries first ... last of a head."""
     to_sums = tl.zeros((BB, BE), tl.float32)
-    to_ones = tl.zeros((BB,), tl.float32)
-    to_total = tl.zeros((BE,), tl.float32)
+    to_ones = tl.zeros((BLOCK, BB), tl.float32)
+    to_totals = tl.zeros((16, BE), tl.float32)
     for start in range(first, last, BLOCK):
         h = load_codes(codes, start, n, BITS, BB, BLOCK)
         tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
-        a, e, _ = reading_grad(tile, h, sums, ones, total, count, beta, PIECES, PRECISION)
-        to_sums += product(tl.trans(h), a, PIECES, PRECISION)
-        to_ones += tl.sum(h.to(tl.float32) * e[:, None], axis=0)
-        to_total += beta * tl.sum(a, axis=0)
-    return to_sums, to_ones, to_total
+        inverse, e, _ = reading_grad(tile, h, sums, ones, total, count, beta, PIECES, PRECISION)
+        h = h.to(tl.float32)
+        # The sum of h_t a_t^T, with one over below_t on the narrow side.
+        to_sums += transposed_product(h * inverse[:, None], tile, PIECES, PRECISION)
+        columns = tl.broadcast_to(inverse[:, None], (BLOCK, 16))
+        to_totals += transposed_product(columns, tile, PIECES, PRECISION)
+        to_ones += h * e[:, None]
+    return to_sums, tl.sum(to_ones, axis=0), beta * 0.0625 * tl.sum(to_totals, axis=0)
 
 
 @triton.jit
@@ -79,10 +83,14 @@ def token_grad_tile(
         if TOKENS:
             values = load_tile(v, start, n, v_n, v_c, E, BE, BLOCK)
             more = product(values, tl.trans(to_sums), PIECES, PRECISION) + to_ones[None, :]
-            to_codes += tl.where(keys, more, 0.0)
+            if MASKED or WEIGHT:
+                more = tl.where(keys, more, 0.0)
+            to_codes += more
         if VALUES:
             tile = product(h, to_sums, PIECES, PRECISION) + to_total[None, :]
-            store_tile(to_v, tl.where(keys, tile, 0.0), start, n, E, 1, E, BE, BLOCK)
+            if MASKED:
+                tile = tl.where(keys, tile, 0.0)
+            store_tile(to_v, tile, start, n, E, 1, E, BE, BLOCK)
     if TOKENS:
         tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
         tile, features, to_y = project_back(
@@ -90,7 +98,7 @@ def token_grad_tile(
         )
         store_tile(to_x, tile, start, n, D, 1, D, BD, BLOCK)
         if WEIGHT:
-            to_mix = dot(tl.trans(features), to_y, GRAD_PRECISION)
+            to_mix = dot(tl.trans(features), to_y, PRECISION)
     return to_mix
 
 

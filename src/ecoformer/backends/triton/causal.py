@@ -13,6 +13,7 @@ import triton.language as tl
 from ecoformer.backends.triton.forward import gather_tiles
 from ecoformer.backends.triton.hashing import (
     dot,
+    grad_product,
     load_codes,
     load_functions,
     load_keys,
@@ -168,14 +169,14 @@ def causal_token_grad(
     h = load_codes(codes + row * n, first, n, BITS, BB, BLOCK)
     w, seen = pairs(h, keys, beta, BLOCK)
     if VALUES:
-        to_values = dot(tl.trans(w), a, GRAD_PRECISION) + product(h, to_sums, PIECES, PRECISION)
+        to_values = grad_product(tl.trans(w), a, GRAD_PRECISION) + product(h, to_sums, PIECES, PRECISION)
         to_values = tl.where(keys[:, None], to_values + to_total[None, :], 0.0)
         store_tile(to_v + row * n * E, to_values, first, n, E, 1, E, BE, BLOCK)
     if TOKENS:
         values = load_tile(v + batch * v_b + head * v_h, first, n, v_n, v_c, E, BE, BLOCK)
         if MASKED:
             values = tl.where(keys[:, None], values, 0.0)
-        to_pairs = product(a, tl.trans(values), PIECES, GRAD_PRECISION) + e[:, None]
+        to_pairs = product(a, tl.trans(values), PIECES, PRECISION) + e[:, None]
         to_pairs = tl.where(seen, to_pairs, 0.0)
         as_key = product(values, tl.trans(to_sums), PIECES, PRECISION) + to_ones[None, :]
         as_key += product(tl.trans(to_pairs), h, PIECES, PRECISION)
@@ -192,7 +193,7 @@ def causal_token_grad(
         )
         store_tile(to_x + row * n * D, to_tokens, first, n, D, 1, D, BD, BLOCK)
         if WEIGHT:
-            to_mix = dot(tl.trans(features), to_y, GRAD_PRECISION)
+            to_mix = dot(tl.trans(features), to_y, PRECISION)
             sample, bit = tl.arange(0, BM)[:, None], tl.arange(0, BB)[None, :]
             to_weight += (row * blocks + block) * (M * BITS)
             tl.store(to_weight + sample * BITS + bit, to_mix, mask=(sample < M) & (bit < BITS))

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -67,15 +67,20 @@ class Sizes(NamedTuple):
 
 
 _trials: dict[Step, Config] = {}
-_reduced: dict[tuple[Step, str], Config] = {}
+_reduced: dict[tuple[Step, Sizes], Config] = {}
 
 
 def choose(step: Step, sizes: Sizes, device: torch.device) -> Config:
     """The configuration on trial, else the one that was found to fit, the measured one, or the default."""
     if step in _trials:
         return _trials[step]
-    if (step, sizes.key) in _reduced:
-        return _reduced[step, sizes.key]
+    if (step, sizes) in _reduced:
+        return _reduced[step, sizes]
+    return _best(step, sizes, device)
+
+
+@lru_cache(maxsize=1024)
+def _best(step: Step, sizes: Sizes, device: torch.device) -> Config:
     if device.type == "cuda":
         found = measured().get(device_key(device), {}).get(sizes.key, {}).get(step)
         if found is not None:
@@ -96,7 +101,7 @@ def reduce(step: Step, sizes: Sizes, config: Config) -> Config | None:
     if step in _trials:
         _trials[step] = smaller
     else:
-        _reduced[step, sizes.key] = smaller
+        _reduced[step, sizes] = smaller
     return smaller
 
 
@@ -174,6 +179,7 @@ def remember(sizes: Sizes, device: torch.device, configs: dict[Step, Config]) ->
     temporary = path.with_suffix(f".{os.getpid()}")
     temporary.write_text(json.dumps(table, indent=1, sort_keys=True))
     temporary.replace(path)
+    _best.cache_clear()
     return path
 
 

@@ -11,8 +11,10 @@ from ecoformer.backends.triton.hashing import (
     load_functions,
     load_keys,
     load_tile,
+    marks,
     product,
     project,
+    row_sums,
     signs_of,
     store_codes,
     store_tile,
@@ -32,10 +34,13 @@ def gather_tiles(
     samples, lengths, middle, mix, scale = load_functions(
         support, mean, sigma, weight, head, D, M, BITS, BD, BM, BB
     )
+    # Sums over tokens stay apart, tile position by tile position, until the end; those of values are taken
+    # by tensor cores, sixteen times over.
     sums = tl.zeros((BB, BE), tl.float32)
-    ones = tl.zeros((BB,), tl.float32)
-    total = tl.zeros((BE,), tl.float32)
-    count = 0.0
+    ones = tl.zeros((BLOCK, BB), tl.float32)
+    totals = tl.zeros((16, BE), tl.float32)
+    counts = tl.zeros((BLOCK,), tl.float32)
+    every = tl.full((16, BLOCK), 1.0, tl.float32).to(tl.bfloat16)
     for start in range(first, last, BLOCK):
         keys = load_keys(mask, mask_n, start, n, MASKED, BLOCK)
         tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
@@ -44,18 +49,19 @@ def gather_tiles(
             values = tl.where(keys[:, None], values, 0.0)
         y = project(tokens, samples, lengths, middle, mix, scale, PRECISION)
         store_codes(codes, y, start, n, BITS, BB, BLOCK)
-        h = signs_of(y, keys, BITS, BB)
-        sums += whole_product(tl.trans(h), values, PIECES, PRECISION)
-        ones += tl.sum(h.to(tl.float32), axis=0)
-        total += tl.sum(values.to(tl.float32), axis=0)
-        count += tl.sum(keys.to(tl.float32), axis=0)
-    return sums, ones, total, count
+        h = signs_of(y, BITS, BB)
+        sums += whole_product(tl.trans(h.to(tl.bfloat16)), values, PIECES, PRECISION)
+        totals += whole_product(every, values, PIECES, PRECISION)
+        mark = marks(tokens, keys)
+        ones += h * mark[:, None]
+        counts += mark
+    return sums, tl.sum(ones, axis=0), tl.sum(totals, axis=0) * 0.0625, tl.sum(counts, axis=0)
 
 
 @triton.jit
 def read_tile(h, sums, ones, total, count, beta, PIECES: tl.constexpr, PRECISION: tl.constexpr):
     """What codes (BLOCK, BB) read from a state."""
-    below = tl.sum(h.to(tl.float32) * ones[None, :], axis=1) + beta * count
+    below = row_sums(h, ones, PRECISION) + beta * count
     above = product(h, sums, PIECES, PRECISION) + (beta * total)[None, :]
     return above * (1.0 / tl.where(count == 0, 1.0, below))[:, None]
 
@@ -144,8 +150,9 @@ def hash_and_read(
         tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
         y = project(tokens, samples, lengths, middle, mix, scale, PRECISION)
         store_codes(codes + row * n, y, start, n, BITS, BB, BLOCK)
-        h = signs_of(y, start + tl.arange(0, BLOCK) < n, BITS, BB)
+        h = signs_of(y, BITS, BB).to(tl.bfloat16)
         tile = read_tile(h, sums, ones, total, count, beta, PIECES, PRECISION)
+        tile *= marks(tokens, start + tl.arange(0, BLOCK) < n)[:, None]
         store_tile(out, tile, start, n, out_n, out_c, E, BE, BLOCK)
 
 

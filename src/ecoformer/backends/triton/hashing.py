@@ -67,6 +67,82 @@ def whole_product(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def transposed_product(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr):
+    """a^T @ b for fp32 `a`, which goes in as the sum of PIECES bf16 numbers if `b` is bf16.
+
+    It is cut in pieces before it is transposed: afterwards several warps would do the same work.
+    """
+    if b.dtype == tl.bfloat16:
+        piece = a.to(tl.bfloat16)
+        total = dot(tl.trans(piece), b, PRECISION)
+        for _ in tl.static_range(PIECES - 1):
+            a = a - piece.to(tl.float32)
+            piece = a.to(tl.bfloat16)
+            total += dot(tl.trans(piece), b, PRECISION)
+    else:
+        total = dot(tl.trans(a), b.to(tl.float32), PRECISION)
+    return total
+
+
+@triton.jit
+def grad_product(a, b, GRAD_PRECISION: tl.constexpr):
+    """a @ b of fp32 gradients; "bf16" rounds those of tokens, `a`, as the results will be."""
+    if GRAD_PRECISION == "bf16":
+        result = product(a.to(tl.bfloat16), b, 2, "ieee")
+    else:
+        result = dot(a, b, GRAD_PRECISION)
+    return result
+
+
+@triton.jit
+def unit_product(x, samples, PRECISION: tl.constexpr):
+    """Tokens times samples of about unit length; fp16 tokens take these in pieces of fp16."""
+    if x.dtype == tl.float16:
+        piece = samples.to(tl.float16)
+        rest = (samples - piece.to(tl.float32)).to(tl.float16)
+        result = dot(x, rest, PRECISION) + dot(x, piece, PRECISION)
+    else:
+        result = product(x, samples, 3, PRECISION)
+    return result
+
+
+@triton.jit
+def weigh(features, mix):
+    """features @ mix / largest, and the largest |weight|; features are at most about 1.
+
+    Both enter as the sum of two fp16 numbers, which leaves an error of 2^-24: as fp32, on tensor cores.
+    """
+    largest = tl.max(tl.max(tl.abs(mix), axis=1), axis=0)
+    largest = tl.where(largest == 0, 1.0, largest)
+    mix = mix / largest
+    high = mix.to(tl.float16)
+    low = (mix - high.to(tl.float32)).to(tl.float16)
+    upper = features.to(tl.float16)
+    lower = (features - upper.to(tl.float32)).to(tl.float16)
+    small = dot(lower, high, "ieee") + dot(upper, low, "ieee")
+    return small + dot(upper, high, "ieee"), largest
+
+
+@triton.jit
+def row_sums(h, weights, PRECISION: tl.constexpr):
+    """The sum over the bits of codes (BLOCK, BB) times weights (BB,): 16 equal columns of a product."""
+    columns = tl.broadcast_to(weights[:, None], (weights.shape[0], 16))
+    return tl.sum(product(h, columns, 3, PRECISION), axis=1) * 0.0625
+
+
+@triton.jit
+def power(exponent):
+    """Two to the power of `exponent`; what is too small for a normal number becomes zero."""
+    if INTERPRETED:
+        result = tl.exp2(exponent)
+    else:
+        result = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [exponent], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
 def far(start):
     """Where a tile begins, in 64 bits; offsets within one fit 32. The interpreter's loops count in Python."""
     return start if INTERPRETED else start.to(tl.int64)
@@ -116,10 +192,10 @@ def pack(y, BITS: tl.constexpr, BB: tl.constexpr):
     bits = tl.arange(0, BB)
     ones = (y >= 0) & (bits < BITS)[None, :]
     if BITS <= 32:
-        packed = tl.sum(ones.to(tl.int32) << bits[None, :], axis=1)
+        places = tl.full((BB,), 1, tl.int32) << bits
     else:
-        packed = tl.sum(ones.to(tl.int64) << bits.to(tl.int64)[None, :], axis=1)
-    return packed
+        places = tl.full((BB,), 1, tl.int64) << bits.to(tl.int64)
+    return tl.sum(tl.where(ones, places[None, :], 0), axis=1)
 
 
 @triton.jit
@@ -127,13 +203,13 @@ def unpack(packed, BITS: tl.constexpr, BB: tl.constexpr):
     """Integers as ±1 in bf16 (BLOCK, BB), zero beyond BITS."""
     bits = tl.arange(0, BB)
     if BITS <= 32:
-        ones = (packed.to(tl.int32)[:, None] >> bits[None, :]) & 1
+        ones = packed.to(tl.int32)[:, None] & (tl.full((BB,), 1, tl.int32) << bits)[None, :]
     else:
-        ones = ((packed.to(tl.int64)[:, None] >> bits.to(tl.int64)[None, :]) & 1).to(tl.int32)
-    signs = 2 * ones - 1
+        ones = packed.to(tl.int64)[:, None] & (tl.full((BB,), 1, tl.int64) << bits.to(tl.int64))[None, :]
+    signs = tl.where(ones != 0, 1.0, -1.0)
     if BITS < BB:
-        signs = tl.where((bits < BITS)[None, :], signs, 0)
-    return signs.to(tl.float32).to(tl.bfloat16)
+        signs = tl.where((bits < BITS)[None, :], signs, 0.0)
+    return signs.to(tl.bfloat16)
 
 
 @triton.jit
@@ -151,13 +227,19 @@ def store_codes(base, y, start, n, BITS: tl.constexpr, BB: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def signs_of(y, keys, BITS: tl.constexpr, BB: tl.constexpr):
-    """The codes of keys in bf16, zero for other tokens; sign(0) is +1 and NaN stays NaN."""
-    signs = tl.where(y >= 0, 1.0, tl.where(y < 0, -1.0, y))
-    kept = keys[:, None]
+def signs_of(y, BITS: tl.constexpr, BB: tl.constexpr):
+    """Codes as ±1 in fp32, zero beyond BITS; sign(0) is +1, and NaN counts as -1: see `marks`."""
+    signs = tl.where(y >= 0, 1.0, -1.0)
     if BITS < BB:
-        kept = kept & (tl.arange(0, BB) < BITS)[None, :]
-    return tl.where(kept, signs, 0.0).to(tl.bfloat16)
+        signs = tl.where((tl.arange(0, BB) < BITS)[None, :], signs, 0.0)
+    return signs
+
+
+@triton.jit
+def marks(tokens, keys):
+    """One for keys (BLOCK,), zero for other tokens, NaN for a key that holds what is no number."""
+    wide = tokens.to(tl.float32)
+    return tl.where(keys, 1.0 + 0.0 * tl.sum(wide * wide, axis=1), 0.0)
 
 
 @triton.jit
@@ -198,18 +280,19 @@ def kernel_of(x, samples, lengths, scale, PRECISION: tl.constexpr):
     wide = x.to(tl.float32)
     square = tl.sum(wide * wide, axis=1)
     inverse = tl.rsqrt(tl.where(square == 0, 1.0, square))
-    products = product(x, samples, 3, PRECISION)
+    products = unit_product(x, samples, PRECISION)
     # One, zero for a zero vector, and NaN (infinity times zero) for a length whose square overflows.
     own = scale * (square * inverse * inverse)
     exponent = products * (-2.0 * scale * inverse)[:, None] + own[:, None] + (scale * lengths)[None, :]
-    return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL)), inverse
+    return power(exponent), inverse
 
 
 @triton.jit
 def project(x, samples, lengths, middle, mix, scale, PRECISION: tl.constexpr):
-    """Real numbers (BLOCK, BB) whose signs are the codes."""
+    """Real numbers (BLOCK, BB) whose signs are the codes, in units of the largest weight."""
     kernel, _ = kernel_of(x, samples, lengths, scale, PRECISION)
-    return dot(kernel - middle[None, :], mix, PRECISION)
+    y, _ = weigh(kernel - middle[None, :], mix)
+    return y
 
 
 @triton.jit
@@ -223,11 +306,11 @@ def project_back(
     """
     kernel, inverse = kernel_of(x, samples, lengths, scale, PRECISION)
     features = kernel - middle[None, :]
-    y = dot(features, mix, PRECISION)
-    to_y = tl.where(tl.abs(y) <= 1.0, to_codes, 0.0)
-    to_kernel = dot(to_y, tl.trans(mix), GRAD_PRECISION)
-    pull = to_kernel * kernel * (-2.0 / LOG2E * scale)
-    to_unit = dot(pull, tl.trans(samples), GRAD_PRECISION)
+    y, largest = weigh(features, mix)
+    to_y = tl.where(tl.abs(y) * largest <= 1.0, to_codes, 0.0)
+    to_kernel = grad_product(to_y, tl.trans(mix), GRAD_PRECISION)
+    to_unit = grad_product(to_kernel * kernel, tl.trans(samples), GRAD_PRECISION)
     wide = x.to(tl.float32)
     along = tl.sum(wide * to_unit, axis=1) * inverse * inverse
-    return (to_unit - wide * along[:, None]) * inverse[:, None], features, to_y
+    pull = inverse * (-2.0 / LOG2E * scale)
+    return (to_unit - wide * along[:, None]) * pull[:, None], features, to_y

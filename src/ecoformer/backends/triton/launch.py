@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
-import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 from triton.runtime.errors import OutOfResources  # type: ignore[import-untyped, unused-ignore]
 
@@ -30,8 +29,13 @@ Needs = tuple[bool, bool, bool, bool]
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
+# Triton's own functions of these names are made for kernels and take ten microseconds outside.
 def _padded(width: int) -> int:
-    return max(16, int(triton.next_power_of_2(width)))
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _ceiling(whole: int, part: int) -> int:
+    return -(-whole // part)
 
 
 def _code_dtype(bits: int) -> torch.dtype:
@@ -83,10 +87,10 @@ class Call:
 
     def stretches(self, config: Config, n: int) -> tuple[int, int]:
         """Into how many stretches a head's n tokens are cut, and their length."""
-        blocks = triton.cdiv(n, config.block)
-        wanted = max(1, triton.cdiv(_processors(self.device) * config.per_sm, self.rows))
-        span = triton.cdiv(blocks, min(blocks, wanted)) * config.block
-        return triton.cdiv(n, span), span
+        blocks = _ceiling(n, config.block)
+        wanted = max(1, _ceiling(_processors(self.device) * config.per_sm, self.rows))
+        span = _ceiling(blocks, min(blocks, wanted)) * config.block
+        return _ceiling(n, span), span
 
     def options(self, config: Config) -> dict[str, int]:
         """Block size and launch options."""
@@ -125,13 +129,13 @@ class Call:
         readers = self.stretches(self.config(step, x), x.shape[2])[0]
         if parts == 1 or self.rows * readers * parts * self.width * 4 <= _CHEAP_TO_ADD:
             return partial, parts
-        grid = (self.rows * triton.cdiv(self.width, 64),)
+        grid = (self.rows * _ceiling(self.width, 64),)
         states.add_parts[grid](partial, out, parts, self.width, ROWS=32, COLUMNS=64, num_warps=4)
         return out, 1
 
     def running_sums(self, entries: Tensor, blocks: int, reverse: bool) -> None:
         """Running sums over blocks, in place."""
-        grid = (self.rows * triton.cdiv(self.width, 64),)
+        grid = (self.rows * _ceiling(self.width, 64),)
         states.running_sums[grid](
             entries, blocks, self.width, REVERSE=reverse, ROWS=64, COLUMNS=64, num_warps=4
         )
@@ -141,9 +145,13 @@ def kept(
     q: Tensor, k: Tensor | None, v: Tensor, mask: Tensor | None, functions: Functions, causal: bool, /
 ) -> list[Tensor]:
     """Room for what `forward` hands to the backward: packed codes and states."""
-    call = Call(v, mask, functions, 0.0)
+    return _room_for_backward(Call(v, mask, functions, 0.0), q, k, causal)
+
+
+def _room_for_backward(call: Call, q: Tensor, k: Tensor | None, causal: bool) -> list[Tensor]:
+    v = call.v
     if causal:
-        blocks = triton.cdiv(q.shape[2], causal_config(call.sizes(q), v.device).block)
+        blocks = _ceiling(q.shape[2], causal_config(call.sizes(q), v.device).block)
         return [call.code_room(q), call.state_room(*v.shape[:2], blocks + 1)]
     codes = [call.code_room(x) for x in (q, k) if x is not None]
     return [*codes, call.state_room(*v.shape[:2])]
@@ -161,7 +169,7 @@ def forward(
 ) -> tuple[Tensor, list[Tensor]]:
     """The output, and codes and states for the backward."""
     call = Call(v, mask, functions, beta)
-    out, saved = empty_out(q, v), kept(q, k, v, mask, functions, causal)
+    out, saved = empty_out(q, v), _room_for_backward(call, q, k, causal)
     with _on(v.device):
         if causal:
             _causal_forward(call, q, out, *saved)
@@ -388,8 +396,8 @@ class _Back(Call):
         return [self.v if x is None else x for x in (to_x, self.to_v, weights)]
 
     def _precisions(self, x: Tensor) -> dict[str, Any]:
-        full = x.dtype == torch.float32 or self.v.dtype == torch.float32
-        return {**self.exact, "GRAD_PRECISION": HASH_PRECISION if full else "tf32"}
+        coarse = x.dtype == self.v.dtype == torch.bfloat16
+        return {**self.exact, "GRAD_PRECISION": "bf16" if coarse else HASH_PRECISION}
 
     def _weight(self, weights: Tensor | None) -> Tensor | None:
         """Gradient of A (H, m, b): the sum over samples and stretches."""
