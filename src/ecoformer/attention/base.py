@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 from ecoformer.arguments import shape
 from ecoformer.attention.local import LocalBranch
+from ecoformer.attention.splitting import SharesTokens
 from ecoformer.attention.weights import (
     Projections,
     carry_over,
@@ -26,7 +27,7 @@ def head_dim_of(dim: int, num_heads: int) -> int:
     return dim // num_heads
 
 
-class Attention(nn.Module):
+class Attention(SharesTokens, nn.Module):
     """Self-attention over tokens (B, N, dim) by one mechanism.
 
     A mechanism says how heads attend (`attend`) and what it can do (the class variables); a call that asks
@@ -181,6 +182,10 @@ class Attention(nn.Module):
                 f"key_padding_mask must be bool (B, N) = {tuple(x.shape[:2])}, True where a token is "
                 f"padding, got {key_padding_mask.dtype} {shape(key_padding_mask)}"
             )
+
+    def why_whole(self) -> str | None:
+        """Why the tokens of a sample cannot be split over ranks; None for mechanisms that exchange sums."""
+        return f"{self.name} needs all of them, hashed attention such as eco does not"
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""

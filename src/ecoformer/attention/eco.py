@@ -45,8 +45,18 @@ class HashedAttention(Attention):
     ) -> Tensor:
         """Hash the shared queries and keys once and attend, in one operator where that can be."""
         return eco_attention(
-            q, v, self.hasher, key_padding_mask=key_padding_mask, is_causal=is_causal, bias=self.bias
+            q,
+            v,
+            self.hasher,
+            key_padding_mask=key_padding_mask,
+            is_causal=is_causal,
+            bias=self.bias,
+            group=self.token_group,
         )
+
+    def why_whole(self) -> str | None:
+        """Only kernels as wide as the input is spread look at all tokens."""
+        return None if self.hasher.token_wise else 'sigma="input" looks at all of them, use sigma="stored"'
 
 
 class _KernelAttention(HashedAttention):

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ecoformer.arguments import shape
+from ecoformer.attention.splitting import SharesTokens, with_neighbours
 
 
-class LocalBranch(nn.Module):
+class LocalBranch(SharesTokens, nn.Module):
     """Depth-wise convolution over k neighbours of the sequence, or k x k of an image.
 
     It starts at zero, so that adding it to a trained layer changes nothing until it learns.
@@ -44,10 +45,21 @@ class LocalBranch(nn.Module):
             return self._sequence(v, is_causal)
         return F.pad(self._image(v[:, prefix:], is_causal, grid), (0, 0, prefix, 0))
 
+    def why_whole(self) -> str | None:
+        """An image's neighbourhoods lie across the stretches of a sequence."""
+        return None if len(self.sizes) == 1 else f"local={self.sizes} spans an image: use local=k or none"
+
+    def fewest_tokens(self) -> int:
+        """As many as reach over the border to the next rank."""
+        return max(self.sizes[0] - 1, 1)
+
     def _sequence(self, v: Tensor, is_causal: bool) -> Tensor:
         (k,) = self.sizes
         before = k - 1 if is_causal else k // 2
-        padded = F.pad(v.mT, (before, k - 1 - before))
+        if self.token_group is None:
+            padded = F.pad(v.mT, (before, k - 1 - before))
+        else:
+            padded = with_neighbours(v, before, k - 1 - before, self.token_group).mT
         return F.conv1d(padded, self.weight, groups=v.shape[-1]).mT
 
     def _image(self, v: Tensor, is_causal: bool, grid: tuple[int, int] | None) -> Tensor:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ecoformer.arguments import shape
 from ecoformer.attention import Attention, attention_class, create_attention
+from ecoformer.attention.splitting import SharesTokens, check_split, stretch, sum_over_ranks
 from ecoformer.checkpoints.hub import HubMixin
 from ecoformer.data.bytes import PAD, byte_tokens
 
@@ -51,7 +53,7 @@ class Block(nn.Module):
         return result
 
 
-class TextEncoder(HubMixin, nn.Module):
+class TextEncoder(HubMixin, SharesTokens, nn.Module):
     """Encoder of one text: token ids (B, N) to logits (B, classes), by any registered mechanism.
 
     Embeddings with learned positions, `depth` pre-LN layers, a final LayerNorm, the mean over the tokens of
@@ -63,6 +65,9 @@ class TextEncoder(HubMixin, nn.Module):
     `attention_config` sets `block`; and `reformer` its number of buckets, by N rounded up to 2 `bucket_size`.
 
     Mechanisms that hash start unfitted: `ecoformer.fit_hashers(model, [tokens])`.
+
+    Within `split_tokens(model, group)` every rank is given the whole texts, computes a stretch of their
+    tokens, and gives logits of the texts, or of its stretch with `pool="none"`.
 
     Args:
         attention: name of a mechanism, see `ecoformer.list_attentions`.
@@ -136,9 +141,10 @@ class TextEncoder(HubMixin, nn.Module):
         mask = self._padding("tokens", tokens, "key_padding_mask", key_padding_mask)
         return self._features(tokens, mask)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Token ids (B, N) to embeddings with positions (B, N, dim), unchecked."""
-        embedded: Tensor = self.drop(self.embedding(tokens) + self.positions[: tokens.shape[1]])
+    def embed(self, tokens: Tensor, first: int = 0) -> Tensor:
+        """Token ids (B, N) to embeddings with positions, from `first` on, (B, N, dim), unchecked."""
+        positions = self.positions[first : first + tokens.shape[1]]
+        embedded: Tensor = self.drop(self.embedding(tokens) + positions)
         return embedded
 
     def pool(self, x: Tensor, key_padding_mask: Tensor) -> Tensor:
@@ -146,8 +152,11 @@ class TextEncoder(HubMixin, nn.Module):
         # Half precision has too few digits for a sum of thousands of tokens.
         wide = torch.promote_types(x.dtype, torch.float32)
         total = x.masked_fill(key_padding_mask.unsqueeze(-1), 0).sum(dim=1, dtype=wide)
-        count = (~key_padding_mask).sum(dim=1, keepdim=True).clamp_min(1)
-        return (total / count).to(x.dtype)
+        count = (~key_padding_mask).sum(dim=1, keepdim=True)
+        if self.token_group is not None:
+            sums = sum_over_ranks(torch.cat([total, count.to(wide)], dim=1), self.token_group)
+            total, count = sums[:, :-1], sums[:, -1:]
+        return (total / count.clamp_min(1)).to(x.dtype)
 
     def reset_classifier(self, classes: int) -> None:
         """A new head for so many classes; 0 for none."""
@@ -172,10 +181,19 @@ class TextEncoder(HubMixin, nn.Module):
         return mask
 
     def _encode(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        return self.pool(self._features(tokens, mask), mask)
+        return self.pool(self._features(tokens, mask), mask[:, self._stretch(tokens)])
+
+    def _stretch(self, tokens: Tensor) -> slice:
+        """The part of the tokens that this rank computes: all, unless they are split."""
+        n = tokens.shape[1]
+        return slice(0, n) if self.token_group is None else stretch(n, self.token_group)
 
     def _features(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        x = self.embed(tokens)
+        if self.token_group is not None:
+            check_split(self, tokens.shape[1], dist.get_world_size(self.token_group))
+        mine = self._stretch(tokens)
+        mask = mask[:, mine]
+        x = self.embed(tokens[:, mine], mine.start)
         for block in self.blocks:
             if self.grad_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, mask, use_reentrant=False)

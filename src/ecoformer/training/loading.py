@@ -38,18 +38,22 @@ def order_of(samples: int, seed: int, epoch: int) -> Tensor:
 class Loader:
     """Training batches of an epoch for one of several processes.
 
-    Every process takes its slice of the same batch, so that several learn what one would. A remainder that
-    fills no batch is left out of the epoch.
+    Every process takes its slice of the same batch, so that several learn what one would; processes that
+    split tokens take the same slice. A remainder that fills no batch is left out of the epoch.
     """
 
     def __init__(
         self, part: Arrays | Images, recipe: Recipe, device: torch.device, rank: int = 0, ranks: int = 1
     ) -> None:
         self.recipe, self.device, self.rank, self.ranks = recipe, device, rank, ranks
-        share = ranks * recipe.accumulate
+        self.slices, self.slice = ranks // recipe.split_tokens, rank // recipe.split_tokens
+        share = self.slices * recipe.accumulate
         if recipe.batch % share:
+            among = f"{ranks} processes"
+            if recipe.split_tokens > 1:
+                among += f" / split_tokens={recipe.split_tokens}"
             raise ValueError(
-                f"batch={recipe.batch} must divide into {ranks} processes x accumulate={recipe.accumulate}"
+                f"batch={recipe.batch} must divide into {among} x accumulate={recipe.accumulate}"
             )
         if len(part) < recipe.batch:
             raise ValueError(f"batch={recipe.batch} is larger than the training data, {len(part)} samples")
@@ -70,9 +74,9 @@ class Loader:
         """Batches from step `start` on, each in as many parts as gradients are accumulated over."""
         order = order_of(len(self.part), self.recipe.seed, epoch)
         rows = order[: self.steps * self.recipe.batch].view(
-            self.steps, self.ranks, self.recipe.accumulate, -1
+            self.steps, self.slices, self.recipe.accumulate, -1
         )
-        mine = rows[start:, self.rank]
+        mine = rows[start:, self.slice]
         if isinstance(self.part, Arrays):
             mine = mine.to(self.device)
             for step in mine:

@@ -18,6 +18,7 @@ from ecoformer.storage import load_into
 from ecoformer.training.building import build_model, load_teacher, make_average
 from ecoformer.training.devices import is_sharded, make_accelerator
 from ecoformer.training.display import Display
+from ecoformer.training.division import Division, check_model
 from ecoformer.training.interrupts import Interrupts
 from ecoformer.training.loading import Loader, measured_batches, seed_everything, seed_of
 from ecoformer.training.measuring import costs, figures, is_finite, judge, mixed_precision
@@ -61,11 +62,13 @@ class Trainer:
         self.device = self.accelerator.device
         self.display = display or Display(show=False)
         where = (self.accelerator.process_index, self.accelerator.num_processes)
-        self.task = Task(recipe, splits)
+        self.division = Division(recipe, splits, self.accelerator)
+        self.task = Task(recipe, splits, self.division.group)
         self.loader = Loader(splits.train, recipe, self.device, *where)
         self.test = splits.test.to(self.device) if isinstance(splits.test, Arrays) else splits.test
         self.total = recipe.schedule.steps or self.loader.steps * (recipe.schedule.epochs or 1)
         bare = build_model(recipe, splits)
+        check_model(bare, recipe, splits)
         self.parameters = sum(p.numel() for p in bare.parameters())
         self.cost = costs(bare, recipe, splits)
         self.teacher = load_teacher(recipe, splits, self.task, self.device)
@@ -134,11 +137,11 @@ class Trainer:
         self.model.train(recipe.mode == "train")
         self.rate.set(step)
         seed_everything(recipe.seed, rank, step)
-        self.generator.manual_seed(seed_of(recipe.seed, rank, step, 1))
+        self.generator.manual_seed(seed_of(recipe.seed, self.division.rank, step, 1))
         batches = [self.task.training_batch(*part, self.generator) for part in parts]
         shares = self._shares([targets for _, targets in batches])
         for (inputs, targets), share in zip(batches, shares, strict=True):
-            with self.accelerator.accumulate(self.model):
+            with self.accelerator.accumulate(self.model), self.division.splitting(self.model):
                 loss = self._loss(inputs, targets) * share
                 self.accelerator.backward(loss)
                 if recipe.optimiser.clip and self.accelerator.sync_gradients:
@@ -166,7 +169,7 @@ class Trainer:
         if self.teacher is None or taught is None:
             return loss
         with torch.no_grad(), mixed_precision(self.recipe.precision, self.device):
-            answers = self.task.answer(self.teacher, inputs)
+            answers = self.task.mine(self.task.answer(self.teacher, inputs))
         distilled = distillation_loss(logits, answers, targets, taught.temperature)
         return (1 - taught.weight) * loss + taught.weight * distilled
 
@@ -193,7 +196,8 @@ class Trainer:
         """Accuracy and loss on the test data."""
         self._log_training()
         self._count_time(training=True)
-        sums = judge(self.tested, self.task, self._test_batches(), self.device)
+        with self.division.splitting(self.tested):
+            sums = judge(self.tested, self.task, self._test_batches(), self.device)
         measured = figures(self.accelerator.reduce(sums, reduction="sum"))
         self._check_finite("the test loss", measured["loss"])
         self.progress.measured = measured
@@ -205,8 +209,7 @@ class Trainer:
         return measured
 
     def _test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        where = (self.accelerator.process_index, self.accelerator.num_processes)
-        return measured_batches(self.test, self.recipe, self.device, *where)
+        return measured_batches(self.test, self.recipe, self.device, self.division.rank, self.division.ranks)
 
     def _fit(self, epoch: int) -> None:
         """Learn the hash functions: before the first step, and again every tau epochs."""

@@ -137,6 +137,8 @@ class Recipe(Section):
     """Samples of a step, over all processes."""
     eval_batch: Positive | None = None
     accumulate: Positive = 1
+    split_tokens: Positive = 1
+    """Processes that share a sample, each with a stretch of its tokens."""
     smoothing: Share = 0.0
     mask_rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Share of the tokens that are hidden, for data sets of that kind."""

@@ -28,9 +28,9 @@ MANIFEST = "manifest.json"
 PROGRESS = "progress.safetensors"
 CHANGEABLE = {
     *("about", "data.root", "data.workers", "optimiser.lr", "optimiser.clip", "precision"),
-    *("eval_batch", "save_every", "keep", "log_every", "tensorboard"),
+    *("split_tokens", "eval_batch", "save_every", "keep", "log_every", "tensorboard"),
 }
-"""What a run may be resumed with in another value: where data lie, and what helps against a loss of NaN."""
+"""What a run may be resumed with in another value: where data lie, who works, what helps against NaN."""
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ecoformer.attention.splitting import stretch
 from ecoformer.data.augment import augment, plain
 from ecoformer.data.masking import mask_bytes
 from ecoformer.data.splits import IGNORED, Splits
@@ -15,12 +17,18 @@ from ecoformer.training.recipe import Recipe
 
 
 class Task:
-    """How a recipe's data become inputs and targets, and outputs a loss."""
+    """How a recipe's data become inputs and targets, and outputs a loss.
 
-    def __init__(self, recipe: Recipe, splits: Splits) -> None:
+    With a `group` that splits tokens, inputs are still whole: the model takes what is its rank's. Targets of
+    single tokens are this rank's alone; a class of the whole text is every rank's, and counted by the first.
+    """
+
+    def __init__(self, recipe: Recipe, splits: Splits, group: dist.ProcessGroup | None = None) -> None:
         self.recipe, self.kind, self.masked = recipe, splits.kind, splits.masked
         self.mixup = _mixup(recipe, splits.classes) if splits.kind == "images" else None
         self.per_token = splits.kind == "tokens"
+        self.group = group
+        self.counts = group is None or self.per_token or dist.get_rank(group) == 0
 
     def training_batch(
         self, inputs: Tensor, targets: Tensor, generator: torch.Generator
@@ -35,18 +43,24 @@ class Task:
             return inputs, targets
         if self.masked:
             inputs, targets = mask_bytes(inputs, generator, rate=self.recipe.mask_rate)
-        return inputs.long(), targets.long()
+        return inputs.long(), self.mine(targets).long()
 
     def test_batch(self, inputs: Tensor, targets: Tensor) -> tuple[Any, Tensor]:
         """The same, unchanged."""
         if self.kind != "images":
-            return inputs.long(), targets.long()
+            return inputs.long(), self.mine(targets).long()
         return (inputs if inputs.is_floating_point() else plain(inputs, **self._pixels())), targets
 
     def answer(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """The model's logits."""
         logits: Tensor = model(*inputs.unbind(1)) if self.kind == "pairs" else model(inputs)
         return logits
+
+    def mine(self, of_tokens: Tensor) -> Tensor:
+        """This rank's part of what belongs to tokens (B, N, ...); where a text has one target, all of it."""
+        if self.group is None or not self.per_token:
+            return of_tokens
+        return of_tokens[:, stretch(of_tokens.shape[1], self.group)]
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy, with label smoothing; targets are classes or shares of them."""
@@ -62,7 +76,8 @@ class Task:
         logits, targets = _flat(logits, targets)
         loss = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
         right = (logits.argmax(-1) == targets) & (targets != IGNORED)
-        return torch.stack([right.sum().double(), loss.double(), (targets != IGNORED).sum().double()])
+        sums = torch.stack([right.sum().double(), loss.double(), (targets != IGNORED).sum().double()])
+        return sums if self.counts else torch.zeros_like(sums)
 
     def _pixels(self) -> dict[str, Any]:
         a = self.recipe.augment
