@@ -31,6 +31,20 @@ def test_answers_by_looking_them_up(pairs, queries, spare, values, seed):
             assert [1 + keys + t for t in targets[2 * pairs :]] == [book[key] for key in asked]
 
 
+def test_joined_pairs_are_the_same_lists():
+    options = {"pairs": 5, "queries": 3, "keys": 7, "values": 4, "count": 20, "test_count": 6}
+    apart, joined = load("recall", **options), load("recall", **options, joined=True)
+    assert (joined.kind, joined.classes, joined.vocabulary, joined.length) == ("tokens", 4, 1 + 7 + 28, 8)
+    for part, same in ((joined.train, apart.train), (joined.test, apart.test)):
+        assert part.inputs.dtype == part.targets.dtype == torch.int16
+        pairs, asked = part.inputs[:, :5] - 8, part.inputs[:, 5:]
+        assert torch.equal(1 + pairs // 4, same.inputs[:, :10:2])
+        assert torch.equal(8 + pairs % 4, same.inputs[:, 1:10:2])
+        assert torch.equal(asked, same.inputs[:, 10:])
+        assert torch.equal(part.targets[:, 5:], same.targets[:, 10:])
+        assert (part.targets[:, :5] == IGNORED).all()
+
+
 def test_draws():
     splits = load("recall")
     assert splits.train.inputs.shape == (20_000, 72)
@@ -59,8 +73,16 @@ def test_no_list_is_in_both_splits():
         ({"queries": 33}, "queries=33 must be at most pairs=32"),
         ({"values": 0}, "values must be at least 1, got 0"),
         ({"keys": 40_000}, "keys . values must be below 32768"),
+        ({"keys": 512, "joined": True}, r"keys . keys . values, as joined .* below 32768, got keys=512"),
     ],
 )
 def test_wrong_settings(options, message):
     with pytest.raises(ValueError, match=message):
         load("recall", **options)
+
+
+def test_largest_joined_vocabulary():
+    splits = load("recall", pairs=2, queries=1, keys=1057, values=30, joined=True, count=2000, test_count=1)
+    assert splits.vocabulary == 2**15
+    assert splits.train.inputs.min() > 0
+    assert splits.train.inputs.max() > 32_000

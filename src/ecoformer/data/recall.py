@@ -19,6 +19,7 @@ def recall(
     queries: int = 8,
     keys: int = 128,
     values: int = 64,
+    joined: bool = False,
     count: int = 20_000,
     test_count: int = 2_000,
     seed: int = 0,
@@ -28,11 +29,16 @@ def recall(
     Token ids: 0 is padding, which does not occur, 1 to `keys` are keys, the next `values` are values. Targets
     are 0 to `values` - 1, and `IGNORED` outside queries. No list occurs in both splits.
 
+    With `joined` a pair is one token, p1 p2 ... q1 q2 ...: a model need not find out first that a value
+    belongs to the key before it. Ids 1 to `keys` are the keys of queries; value v of key k, both counted
+    from 0, is 1 + `keys` + k * `values` + v. The lists are the same.
+
     Args:
         pairs: keys of a list, all different.
         queries: keys asked for, all different, at most `pairs`.
         keys: different keys there are.
         values: different values there are; a list may hold one twice.
+        joined: whether a key and its value are one token.
         count: lists to learn from.
         test_count: lists to test on.
         seed: of all draws.
@@ -45,8 +51,10 @@ def recall(
         raise ValueError(f"pairs={pairs} different keys need at least as many keys, got keys={keys}")
     if queries > pairs:
         raise ValueError(f"queries={queries} must be at most pairs={pairs}: each key is asked for once")
-    if keys + values >= 2**15:
-        raise ValueError(f"keys + values must be below {2**15}, got {keys} + {values}")
+    vocabulary = 1 + keys + (keys * values if joined else values)
+    if vocabulary > 2**15:
+        tokens = "keys + keys * values, as joined pairs need," if joined else "keys + values"
+        raise ValueError(f"{tokens} must be below {2**15}, got keys={keys} and values={values}")
     generator = torch.Generator().manual_seed(seed)
     train = _draw(count, pairs, queries, keys, values, generator)
     test = _draw(test_count, pairs, queries, keys, values, generator)
@@ -55,8 +63,9 @@ def recall(
     for _ in range(_ATTEMPTS):
         twice = torch.tensor([row in known for row in _row_bytes(test.inputs[:, :width])])
         if not twice.any():
-            vocabulary = 1 + keys + values
-            return Splits(train, test, "tokens", values, vocabulary, width + queries)
+            if joined:
+                train, test = (_join(part, pairs, keys, values) for part in (train, test))
+            return Splits(train, test, "tokens", values, vocabulary, train.inputs.shape[1])
         again = _draw(int(twice.sum()), pairs, queries, keys, values, generator)
         test.inputs[twice], test.targets[twice] = again.inputs, again.targets
     raise ValueError(
@@ -84,6 +93,14 @@ def _draw_chunk(
     targets = torch.full_like(inputs, IGNORED)
     targets[:, 2 * pairs :] = bound.gather(1, asked)
     return inputs.to(torch.int16), targets.to(torch.int16)
+
+
+def _join(rows: Arrays, pairs: int, keys: int, values: int) -> Arrays:
+    """Rows whose pairs are one token each."""
+    inputs, width = rows.inputs.long(), 2 * pairs
+    key, value = inputs[:, :width:2] - 1, inputs[:, 1:width:2] - 1 - keys
+    inputs = torch.cat([1 + keys + key * values + value, inputs[:, width:]], dim=1)
+    return Arrays(inputs.to(torch.int16), rows.targets[:, pairs:].contiguous())
 
 
 def _distinct(count: int, size: int, of: int, generator: torch.Generator) -> Tensor:
