@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from record import write_result
+from record import relative, write_result
 
 import ecoformer
 
@@ -109,7 +109,11 @@ def _start(run: Run, options: argparse.Namespace) -> subprocess.Popen[bytes]:
 def _write(runs: list[Run], options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = [row for run in runs if (row := _row(run, options.out / run.name)) is not None]
     missing = [run.name for run in runs if not (options.out / run.name / "result.json").is_file()]
-    settings = {"recipe": options.recipe, "changes": options.set, "at_once": options.at_once}
+    settings = {
+        "recipe": options.recipe,
+        "changes": list(map(relative, options.set)),
+        "at_once": options.at_once,
+    }
     write_result(
         options.result or options.recipe, {"settings": settings, "rows": rows, "unfinished": missing}
     )

@@ -3,8 +3,8 @@
     python benchmarks/gpu_kernels.py --out FOLDER [--seconds 560] [--phases ceilings,check,time,...]
 
 Phases run in this order, each in a process of its own with a time limit, so that neither a hang nor a crash
-takes the others along. FOLDER/gpu_kernels.json holds what all have found so far, FOLDER/PHASE.json what the
-running one has. Two calls of ten minutes take them all:
+takes the others along. results/gpu_kernels.json, copied to FOLDER, holds what all have found so far,
+FOLDER/PHASE.json what the running one has. Two calls of ten minutes take them all:
 
     python benchmarks/gpu_kernels.py --out FOLDER --phases ceilings,check,time,tune,tuned
     python benchmarks/gpu_kernels.py --out FOLDER2 --phases ceilings,precision,growth,causal,tests
@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -38,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from record import write_result
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -302,7 +304,7 @@ def run_all(names: list[str], out: Path, seconds: float) -> None:
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
     environment = os.environ | {"ECOFORMER_CACHE": str(out / "cache"), "PYTHONUNBUFFERED": "1"}
-    figures: Figures = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    figures: Figures = {}
     for name in names:
         limit = min(LIMITS[name], end - time.monotonic())
         if limit < 10:
@@ -320,7 +322,8 @@ def run_all(names: list[str], out: Path, seconds: float) -> None:
             rows = json.loads(written.read_text()) if written.exists() else []
             written.unlink(missing_ok=True)
             figures[name] = {"status": status, "rows": rows}
-        (out / "gpu_kernels.json").write_text(json.dumps(figures, indent=1))
+        path = write_result("gpu_kernels", figures)
+        shutil.copy(path, out)
     print(table(figures))
     checked = figures.get("check", {}).get("rows", [])
     print(f"right: {sum(row['right'] and row['repeats_equal'] for row in checked)} of {len(checked)} checks")

@@ -21,7 +21,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "results"
 def write_result(name: str, figures: Any) -> Path:
     """Write `results/NAME.json` and return its path."""
     record = {
-        "command": "python " + " ".join(map(_relative, sys.argv)),
+        "command": "python " + " ".join(map(relative, sys.argv)),
         "commit": _commit(),
         "hardware": hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "versions": {
@@ -43,12 +43,16 @@ def peak_memory_mb() -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def _relative(argument: str) -> str:
-    """Files of the project from its root, others by their names: where they lie is nobody's business."""
-    path, root = Path(argument).resolve(), RESULTS.parent
-    if not path.exists():
+def relative(argument: str) -> str:
+    """Files of the project from its root, others by their names: where they lie is nobody's business.
+
+    Also those of settings such as data.root=FOLDER.
+    """
+    key, sign, value = argument.rpartition("=")
+    path, root = Path(value).resolve(), RESULTS.parent
+    if not value or not path.exists():
         return argument
-    return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
+    return key + sign + (str(path.relative_to(root)) if path.is_relative_to(root) else path.name)
 
 
 def _commit() -> str:

@@ -17,8 +17,6 @@ VARIABLE = "ECOFORMER_BACKEND"
 """The environment variable that names a backend, whatever would be chosen."""
 PREFERRED = {"cpu": ("cpu",), "cuda": ("triton",)}
 """Fused backends by type of device, best first; eager runs everywhere."""
-ON_REQUEST = ("triton",)
-"""Backends that run only where the variable asks for them: these kernels have not been on a GPU yet."""
 NAMES = ("eager", *dict.fromkeys(name for names in PREFERRED.values() for name in names))
 
 
@@ -34,8 +32,7 @@ def _constant(function: F) -> F:
 def available(device: torch.device | str) -> list[str]:
     """Names of the backends that can run on `device`, in the order in which they are preferred."""
     able = [name for name in _preferred(torch.device(device)) if cannot_on(name, device) is None]
-    chosen, asked = ([n for n in able if (n in ON_REQUEST) == on_request] for on_request in (False, True))
-    return [*chosen, "eager", *asked]
+    return [*able, "eager"]
 
 
 def cannot_on(name: str, device: torch.device | str) -> str | None:
@@ -69,8 +66,6 @@ def pick(
     if wanted == "eager":
         return wanted
     for name in _preferred(q.device) if wanted is None else (wanted,):
-        if wanted is None and name in ON_REQUEST:
-            continue
         reason = _cannot(name, q, k, v, mask, functions, causal, needs_grad)
         if reason is None:
             return name

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from triton.testing import do_bench  # type: ignore[import-untyped, unused-ignore]
+from triton.testing import do_bench_cudagraph  # type: ignore[import-untyped, unused-ignore]
 
 from ecoformer.backends.fused import CannotRun, HashFunctions
 from ecoformer.backends.triton import launch
@@ -91,6 +91,6 @@ def _programs(step: Step, config: Config) -> Iterator[Config]:
 def _milliseconds(step: Step, config: Config, work: Callable[[], object]) -> float:
     with trial(**{step: config}):
         try:
-            return float(do_bench(work, warmup=5, rep=20, return_mode="median"))
+            return float(do_bench_cudagraph(work, rep=20, return_mode="median"))
         except CannotRun:
             return float("inf")
