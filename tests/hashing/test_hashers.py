@@ -3,6 +3,7 @@
 import copy
 import io
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -93,8 +94,10 @@ POOR = {
 @every_hasher
 @pytest.mark.parametrize("content", POOR)
 def test_tokens_that_teach_little(kind, content):
-    x = POOR[content]()
-    hasher = MAKERS[kind]().fit(x, options=QUICK)
+    x, hasher = POOR[content](), MAKERS[kind]()
+    same = content in ("zeros", "all the same") and hasattr(hasher, "support_samples")
+    with pytest.warns(UserWarning, match="are all the same") if same else nullcontext():
+        hasher.fit(x, options=QUICK)
     assert hasher(x).abs().eq(1).all()
     assert hasher(tokens()).abs().eq(1).all()
 

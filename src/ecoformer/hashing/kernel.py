@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ecoformer.arguments import shape
 from ecoformer.backends.hashing import HashFunctions, project, squared_distances, unit_length
 from ecoformer.functional import Surrogate
 from ecoformer.hashing.base import Hasher
@@ -17,6 +19,8 @@ from ecoformer.hashing.support import draw_support, spread_support
 __all__ = ["MAX_BITS", "KernelData", "KernelHasher", "KlshHasher", "squared_distances", "unit_length"]
 
 MAX_BITS = 64
+_SAME = 8
+"""Mean squared distance of tokens that are one and the same, at most, in units of rounding."""
 
 
 class KernelData(NamedTuple):
@@ -32,6 +36,8 @@ class KernelData(NamedTuple):
     """(H, m, D) support samples."""
     sigma: Tensor
     """(H,) kernel widths."""
+    noise: Tensor
+    """(H,) rounding error of the features."""
 
 
 class KernelHasher(Hasher):
@@ -132,7 +138,14 @@ class KernelHasher(Hasher):
         features = kernel - mean[:, None, None, :]
         if present is not None:
             features = features.masked_fill(~present.unsqueeze(-1), 0)
-        weight = self._solve(KernelData(unit, present, features, support, sigma), generator, options, tick)
+        rounding = max(torch.finfo(x.dtype).eps for x in (tokens, self.weight))
+        # Squared distances of unit tokens are off by about twice the rounding; the kernel divides by 2 sigma.
+        data = KernelData(unit, present, features, support, sigma, rounding / sigma)
+        weight = self._solve(data, generator, options, tick)
+        same = _mean_distance(distances.flatten(1, 2), everyone) <= _SAME * rounding
+        if bool(same.any()):
+            _warn_of_same(same, tokens)
+            weight = weight.masked_fill(same.view(-1, 1, 1), 0)
         self.support_samples.copy_(support)
         self.sigma.copy_(sigma)
         self.mean.copy_(mean)
@@ -147,7 +160,7 @@ class KernelHasher(Hasher):
             labels = CosineLabels(data.unit, data.present)
         else:
             labels = SparseLabels(find_pairs(data.unit, options.pairs, data.present))
-        return learn_bits(data.features, labels, self.bits, options, generator, tick)
+        return learn_bits(data.features, labels, self.bits, options, generator, tick, data.noise)
 
 
 class KlshHasher(KernelHasher):
@@ -190,8 +203,21 @@ def _mean_over_tokens(x: Tensor, valid: Tensor | None) -> Tensor:
 
 def _width(distances: Tensor, valid: Tensor | None) -> Tensor:
     """sigma (...): the mean of the squared distances (..., N, m), 1 where all are zero."""
-    mean = _mean_over_tokens(distances, valid).mean(dim=-1)
+    mean = _mean_distance(distances, valid)
     return torch.where(mean == 0, 1, mean)
+
+
+def _mean_distance(distances: Tensor, valid: Tensor | None) -> Tensor:
+    return _mean_over_tokens(distances, valid).mean(dim=-1)
+
+
+def _warn_of_same(same: Tensor, tokens: Tensor) -> None:
+    heads = ", ".join(str(head) for head in same.nonzero().flatten().tolist())
+    warnings.warn(
+        f"tokens {shape(tokens)} are all the same, up to their length and to rounding, in head {heads}: "
+        "nothing can be learned from them, and all tokens get one code there",
+        stacklevel=5,  # whoever called `fit`
+    )
 
 
 def _unit_scale(weight: Tensor, features: Tensor, present: Tensor | None) -> Tensor:

@@ -17,6 +17,9 @@ from ecoformer.hashing.pairs import Labels
 
 Tick = Callable[[], None]
 
+_ABOVE_NOISE = 10
+"""How many times their rounding error features must be for a bit to hang on them."""
+
 
 @dataclass(frozen=True)
 class FitOptions:
@@ -79,9 +82,13 @@ def learn_bits(
     options: FitOptions,
     generator: torch.Generator,
     tick: Tick | None = None,
+    noise: Tensor | None = None,
 ) -> Tensor:
-    """Weights A (H, m, b) from zero-mean kernel features (H, B, N, m); features of padding are zero."""
-    return _Solver(features, labels, bits, options, generator).solve(tick)
+    """Weights A (H, m, b) from zero-mean kernel features (H, B, N, m); features of padding are zero.
+
+    `noise` (H,) is the rounding error of the features; by default that of numbers near 1.
+    """
+    return _Solver(features, labels, bits, options, generator, noise).solve(tick)
 
 
 class _Solver:
@@ -94,14 +101,19 @@ class _Solver:
         bits: int,
         options: FitOptions,
         generator: torch.Generator,
+        noise: Tensor | None = None,
     ) -> None:
         self.labels, self.bits, self.options, self.generator = labels, bits, options, generator
         self.sizes = features.shape[:3]
         self.present = (features != 0).any(dim=-1).to(features.dtype)
         self.tokens = self.present.sum(dim=(1, 2)).clamp_min(1)
         self.features = features.flatten(1, 2)
-        self.basis = _whitening(self.features, self.tokens) if options.start == "spectral" else None
-        if self.basis is not None:
+        self.basis = None
+        if options.start == "spectral":
+            if noise is None:
+                noise = self.tokens.new_full(self.tokens.shape, torch.finfo(features.dtype).eps)
+            self.basis = _whitening(self.features, self.tokens, noise)
+            self.unused = (self.basis == 0).all(dim=-2)
             self.features = self.features @ self.basis
         self.covariance = self.features.mT @ self.features / self.tokens.view(-1, 1, 1)
         self.codes = features.new_zeros(*self.sizes, bits)
@@ -131,8 +143,11 @@ class _Solver:
             start = draw.to(self.weights)
         else:
             mixed = self._by_sample().mT @ others
-            relaxed = curvature - (mixed @ mixed.mT).sum(dim=1)
-            start = torch.linalg.eigh(relaxed.double()).eigenvectors[..., -1].to(self.weights)
+            relaxed = (curvature - (mixed @ mixed.mT).sum(dim=1)).double()
+            # Where all other directions do harm, the unused ones, which do nothing, would seem the best.
+            last = 1 + 2 * relaxed.flatten(1).norm(dim=1, keepdim=True)
+            relaxed = relaxed - torch.diag_embed(torch.where(self.unused, last, 0))
+            start = torch.linalg.eigh(relaxed).eigenvectors[..., -1].to(self.weights)
         bit = self._bit(self._project(start))
         return start, self._score(bit, self._pull(bit, others))
 
@@ -208,13 +223,32 @@ def _where_higher(best: Tensor, score: Tensor, weights: Tensor, new_score: Tenso
     return torch.where(higher[:, None], weights, best), torch.where(higher, new_score, score)
 
 
-def _whitening(features: Tensor, tokens: Tensor) -> Tensor:
+def _whitening(features: Tensor, tokens: Tensor, noise: Tensor) -> Tensor:
     """Basis (H, m, m) in which the features (H, T, m) are uncorrelated and of equal size.
 
     Directions that the tokens hardly use are left small: dividing by their size would only magnify noise.
+    Those where the features are not well above their rounding error are left out, as columns of zeros: two
+    support samples that are the same token make one. The strongest stay, however weak they are.
     """
     square = (features.mT @ features).double() / tokens.view(-1, 1, 1)
+    exact = torch.stack([_product(each.double()) for each in features]) / tokens.view(-1, 1, 1)
+    used = _above(torch.linalg.eigvalsh(exact), noise)
+    # Sums in fp32 cannot tell a weak direction from one that is not there; where all are there, they do.
+    square = torch.where(used.all(dim=-1).view(-1, 1, 1), square, exact)
     values, vectors = torch.linalg.eigh(square)
     least = (values[..., -1:] * 1e-6).clamp_min(1e-30)
-    basis: Tensor = vectors * values.clamp_min(least).rsqrt().unsqueeze(-2)
+    size = torch.where(used, values.clamp_min(least).rsqrt(), 0)
+    basis: Tensor = vectors * size.unsqueeze(-2)
     return basis.to(features.dtype)
+
+
+def _product(features: Tensor) -> Tensor:
+    return features.mT @ features
+
+
+def _above(variances: Tensor, noise: Tensor) -> Tensor:
+    """Which of the variances (H, m), in rising order, are no rounding errors."""
+    largest = variances[..., -1:]
+    own = largest * variances.shape[-1] * torch.finfo(variances.dtype).eps
+    of_features = (_ABOVE_NOISE * noise.to(variances).unsqueeze(-1)).square()
+    return variances > torch.maximum(torch.minimum(of_features, largest / 10), own)
