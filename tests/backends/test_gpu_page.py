@@ -1,0 +1,71 @@
+"""The page on the GPU's kernels shows what the result files hold."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TEXT = (ROOT / "docs" / "kernels_gpu.md").read_text()
+PAGE = " ".join(TEXT.split())
+
+
+def figures(name):
+    return json.loads((ROOT / "results" / f"{name}.json").read_text())["figures"]
+
+
+KERNELS, MODELS = figures("gpu_kernels"), figures("gpu_models")
+
+
+def time(row, name):
+    return f"{1e3 * row['ms'][name]:.0f} ({1e3 * row['called_ms'][name]:.0f})" if name in row["ms"] else ""
+
+
+@pytest.mark.parametrize("row", KERNELS["tuned"]["rows"], ids=str)
+def test_times(row):
+    ms, bandwidth = row["ms"], KERNELS["ceilings"]["rows"][0]["copy_tb_per_s"]
+    floor = row["floor_bytes"] / bandwidth / 1e6
+    cells = [", ".join(map(str, row["shape"]))]
+    cells += [time(row, name) for name in ("triton", "sdpa", "compiled", "eager")]
+    cells.append(f"{floor:.1f}" if floor < 10 else f"{floor:.0f}")
+    cells += [f"{ms[name] / ms['triton']:.1f}" if name in ms else "" for name in ("sdpa", "compiled")]
+    assert " ".join(f"| {' | '.join(cells)} |".split()) in PAGE
+
+
+def test_nothing_was_timed_that_was_not_right():
+    assert len(KERNELS["check"]["rows"]) == 12
+    assert all(row["right"] and row["repeats_equal"] for row in KERNELS["check"]["rows"])
+    assert "12 of 12 cases" in PAGE
+
+
+def test_growth():
+    rows = {(row["shape"][2], row["backward"]): row for row in KERNELS["growth"]["rows"]}
+    for tokens in {tokens for tokens, _ in rows}:
+        one, both = rows[tokens, False], rows[tokens, True]
+        cells = f"{tokens:,} | {1e3 * one['ms']['triton']:.0f} µs | {1e3 * both['ms']['triton']:.0f} µs"
+        assert f"| {cells} | {both['peak_gb']:.1f} GB |" in PAGE
+
+
+def test_causal_order():
+    for row in KERNELS["causal"]["rows"]:
+        for name in ("triton", "sdpa"):
+            assert f" {1e3 * row['ms'][name]:.0f}" in PAGE[PAGE.index("In causal order at 65,536") :]
+
+
+def test_before_and_after():
+    for phase in ("before", "tuned"):
+        rows = [row for row in KERNELS[phase]["rows"] if row["shape"] == [256, 1, 3136, 32]]
+        assert " | ".join(f"{1e3 * row['ms']['triton']:.0f}" for row in rows) in PAGE
+
+
+@pytest.mark.parametrize("part", MODELS)
+def test_whole_models(part):
+    rows = MODELS[part]["rows"]
+    for batch in {row["batch"] for row in rows}:
+        here = {(row["mechanism"], row["backend"]): row for row in rows if row["batch"] == batch}
+        order = [("explicit", "N x N matrix"), ("softmax", "sdpa"), ("performer", "eager")]
+        order += [("eco", "eager"), ("eco", "triton")]
+        speeds = [here[key].get("images_per_s") for key in order]
+        cells = ["out of memory" if speed is None else f"{speed:.0f}" for speed in speeds]
+        assert f"| {' | '.join(cells)} | {here['eco', 'triton']['ratio_to_sdpa']:.2f} |" in PAGE
+        assert all(row["checked"]["passed"] for row in here.values() if row.get("images_per_s"))
