@@ -38,6 +38,15 @@ def test_nothing_was_timed_that_was_not_right():
     assert "12 of 12 cases" in PAGE
 
 
+def test_the_readme_shows_the_same():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    one, both = (row["ms"] for row in KERNELS["tuned"]["rows"] if row["shape"] == [256, 1, 3136, 32])
+    assert f"take {1e3 * one['triton']:.0f} µs" in readme
+    assert f"SDPA takes {1e3 * one['sdpa']:.0f} " in readme
+    assert f"compiled PyTorch {1e3 * one['compiled']:.0f};" in readme
+    assert f"backward {1e3 * both['triton']:.0f} against {1e3 * both['sdpa']:.0f} " in readme
+
+
 def test_growth():
     rows = {(row["shape"][2], row["backward"]): row for row in KERNELS["growth"]["rows"]}
     for tokens in {tokens for tokens, _ in rows}:

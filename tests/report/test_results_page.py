@@ -56,3 +56,16 @@ def test_fine_tuning_is_shown_as_measured():
     by_label = {row["label"]: row["accuracy"] for row in rows}
     gap = by_label["softmax, 10 more epochs"] - by_label["eco, taught by the softmax model"]
     assert f"within {100 * gap:.2f} points" in PAGE
+
+
+def test_reviews_stand_beside_the_printed_figures():
+    with (PRINTED / "long_range_arena.csv").open() as file:
+        paper = {
+            {"transformer": "softmax"}.get(row["method"], row["method"]): row for row in csv.DictReader(file)
+        }
+    for row in rows_of("imdb"):
+        cells = [row["label"].replace(":", ", "), f"{100 * row['accuracy']:.2f} %"]
+        cells += [f"{100 * row['best_accuracy']:.2f} %", f"{row['energy_pj'] / 1e9:.2f} mJ"]
+        other = paper.get(row["label"])
+        cells += ["", ""] if other is None else [f"{other['text_4k']} %", f"{other['energy_bpj']} mJ"]
+        assert " ".join(f"| {' | '.join(cells)} |".split()) in " ".join(PAGE.split())
