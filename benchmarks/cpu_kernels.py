@@ -32,11 +32,11 @@ SHAPES = [(1, 1, 3136, 32), (16, 1, 3136, 32), (1, 5, 196, 32), (1, 8, 49, 32), 
 THREADS = 2
 FIRST_CALL = """
 import time, torch
-from ecoformer.backends import cpu, hashing
+from ecoformer.backends import cpu, fused, hashing
 f = hashing.HashFunctions(torch.ones(1, 1, 8), torch.zeros(1, 1), torch.ones(1), torch.ones(1, 1, 8))
 x = torch.ones(1, 1, 1, 8)
 start = time.perf_counter()
-cpu.forward(x, None, x, None, f, 16.0, False)
+cpu.forward(fused.Call(x, None, x, None, f, 16.0, False))
 print(time.perf_counter() - start)
 """
 

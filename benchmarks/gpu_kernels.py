@@ -102,7 +102,7 @@ def contestants(
     q: Tensor, v: Tensor, functions: HashFunctions, causal: bool, needs_grad: bool
 ) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     def triton(q: Tensor, v: Tensor) -> Tensor:
-        return fused.run("triton", q, None, v, None, functions, BETA, causal, needs_grad)
+        return fused.run("triton", fused.Call(q, None, v, None, functions, BETA, causal), needs_grad)
 
     def plain(q: Tensor, v: Tensor) -> Tensor:
         return eager(q, v, functions, causal)
@@ -226,7 +226,7 @@ def precision() -> Iterator[Figures]:
             launch.HASH_PRECISION = kind
 
             def call(q: Tensor = q, v: Tensor = v) -> list[Tensor]:
-                return launch.forward(q, None, v, None, functions, BETA, False)[1]
+                return launch.forward(fused.Call(q, None, v, None, functions, BETA, False))[1]
 
             found = ((call()[0].int().unsqueeze(-1) >> bits) & 1).bool()
             timing = time_contestants({"forward": call}, q.device, seconds=1.0)["forward"]

@@ -91,14 +91,11 @@ def eco_attention(
     k = None if k is q else k
     if group is None and bias == "paper" and not (_transforming() or _watched()):
         functions = hasher.functions()
-        if functions is not None and _regular(q, k, v, key_padding_mask, is_causal, functions):
-            needs_grad = torch.is_grad_enabled() and any(
-                x is not None and x.requires_grad for x in (q, k, v, functions.weight)
-            )
-            backend = pick(q, k, v, key_padding_mask, functions, is_causal, needs_grad)
-            if backend != "eager":
-                beta = float(bias_value(bias, functions.weight.shape[-1]))
-                return fused.run(backend, q, k, v, key_padding_mask, functions, beta, is_causal, needs_grad)
+        if functions is not None:
+            beta = float(bias_value(bias, functions.weight.shape[-1]))
+            out = _fused(fused.Call(q, k, v, key_padding_mask, functions, beta, is_causal))
+            if out is not None:
+                return out
     codes_k = hasher(q if k is None else k, key_padding_mask)
     codes_q = codes_k if k is None else hasher(q)
     return hash_attention(
@@ -112,10 +109,20 @@ def eco_attention(
     )
 
 
-def _regular(
-    q: Tensor, k: Tensor | None, v: Tensor, mask: Tensor | None, is_causal: bool, functions: Functions
-) -> bool:
+def _fused(call: fused.Call) -> Tensor | None:
+    """The output by a fused backend; None where eager is to compute it."""
+    if not _regular(call):
+        return None
+    needs_grad = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (call.q, call.k, call.v, call.functions.weight)
+    )
+    backend = pick(call, needs_grad)
+    return None if backend == "eager" else fused.run(backend, call, needs_grad)
+
+
+def _regular(call: fused.Call) -> bool:
     """Whether the arguments are what fused backends take; what is wrong with others, eager's checks say."""
+    q, k, v, mask, functions, _, causal = call
     keys = q if k is None else k
     if not q.ndim == keys.ndim == v.ndim == 4 or not (q.numel() and v.numel() and keys.numel()):
         return False
@@ -126,7 +133,7 @@ def _regular(
         return False
     if k is not None and (q.shape[:2] != (batch, heads) or q.shape[3] != dim):
         return False
-    if is_causal and q.shape[2] != tokens:
+    if causal and q.shape[2] != tokens:
         return False
     if mask is not None and (mask.dtype, mask.shape, mask.device) != (torch.bool, (batch, tokens), device):
         return False

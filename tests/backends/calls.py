@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from ecoformer import reference
 from ecoformer.arguments import bias_value
 from ecoformer.backends import hashing
+from ecoformer.backends.fused import Call
 from ecoformer.backends.hashing import Functions, HashFunctions, Hyperplanes
 
 MARGIN = 2e-4
-
-
-class Call(NamedTuple):
-    q: Tensor
-    k: Tensor | None
-    v: Tensor
-    mask: Tensor | None
-    functions: Functions
-    beta: float
-    causal: bool
 
 
 def make_call(

@@ -244,16 +244,11 @@ def test_numba_that_cannot_compile_gives_way(monkeypatch, hasher, tokens, fresh_
     cpu._attend.cache_clear()
 
 
-def op_arguments(call, backend="cpu"):
-    functions = tuple(call.functions)
-    return (*call[:4], *functions, call.beta, call.causal, backend)
-
-
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("queries", [None, 5], ids=["self", "cross"])
 def test_opcheck(queries, causal):
     call = make_call(5, queries=queries, masked=True, causal=causal)
-    torch.library.opcheck(torch.ops.ecoformer.eco_attention.default, op_arguments(call), test_utils=LIGHT)
+    torch.library.opcheck(torch.ops.ecoformer.eco_attention.default, (*call.flat(), "cpu"), test_utils=LIGHT)
 
 
 class Fake:
@@ -266,23 +261,22 @@ class Fake:
         return None
 
     @staticmethod
-    def forward(q, k, v, mask, functions, beta, causal):
-        out = fused.empty_out(q, v)
-        out.copy_(fused.plain(q, k, v, mask, functions, beta, causal))
-        return out, Fake.kept(q, k, v, mask, functions, causal)
+    def forward(call):
+        out = fused.empty_out(call.q, call.v)
+        out.copy_(fused.plain(call))
+        return out, Fake.kept(call)
 
     @staticmethod
-    def kept(q, k, v, mask, functions, causal):
-        return [q.new_ones(q.shape[:-1])]
+    def kept(call):
+        return [call.q.new_ones(call.q.shape[:-1])]
 
     @staticmethod
-    def backward(grad, q, k, v, mask, functions, beta, causal, saved, needs):
-        assert saved[0].shape == q.shape[:-1]
+    def backward(call, grad, saved, needs):
+        assert saved[0].shape == call.q.shape[:-1]
         Fake.saved += 1
         # Inside of an operator PyTorch records nothing, in another thread it does.
         with ThreadPoolExecutor(1) as pool:
-            arguments = (grad, q, k, v, mask, functions, beta, causal, needs)
-            found = pool.submit(fused._plain_backward, *arguments).result()
+            found = pool.submit(fused._plain_backward, call, grad, needs).result()
         return tuple(None if x is None else x.contiguous() for x in found)
 
 
@@ -313,7 +307,7 @@ def test_opcheck_of_gradients(fake):
     for queries in (None, 5):
         call = make_call(5, queries=queries, masked=True)
         arguments = [x.requires_grad_() if i in (0, 1, 2) and x is not None else x
-                     for i, x in enumerate(op_arguments(call))]  # fmt: skip
+                     for i, x in enumerate((*call.flat(), "cpu"))]  # fmt: skip
         torch.library.opcheck(torch.ops.ecoformer.eco_attention.default, tuple(arguments))
 
 
@@ -351,6 +345,23 @@ def test_compiles_without_a_break(ran):
     torch.testing.assert_close(compiled(x), expected)
     assert ran == ["cpu"]
     torch.testing.assert_close(compiled(x[:, :23]), layer(x[:, :23]))
+
+
+@pytest.mark.parametrize("make", [KernelHasher, LshHasher])
+def test_compiled_code_asks_with_the_whole_call(make, fake, monkeypatch, tokens):
+    def cannot(call, *, needs_grad):
+        asked.append(call)
+
+    asked = []
+    hasher = make(2, 8, 16).fit(tokens, options=QUICK)
+    expected = eco_attention(tokens, tokens, hasher)
+    monkeypatch.setattr(Fake, "cannot", staticmethod(cannot))
+    torch.compiler.reset()
+    compiled = torch.compile(eco_attention, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens, tokens, hasher), expected)
+    assert type(asked[0].functions) is type(hasher.functions())
+    for x, y in zip(asked[0].functions, hasher.functions(), strict=True):
+        assert torch.equal(x, y)
 
 
 def test_compiles_with_gradients(fake):

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from calls import Call, make_call, truth
+from calls import make_call, truth
 
 from ecoformer.backends import cpu, fused
 from ecoformer.backends.cpu import threads as team
@@ -47,9 +47,9 @@ def threads(request, monkeypatch):
     torch.set_num_threads(1)
 
 
-def run(call: Call) -> torch.Tensor:
-    assert cpu.cannot(*call[:5], causal=call.causal, needs_grad=False) is None
-    return cpu.forward(*call)[0]
+def run(call: fused.Call) -> torch.Tensor:
+    assert cpu.cannot(call, needs_grad=False) is None
+    return cpu.forward(call)[0]
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["bare", "masked"])
@@ -86,12 +86,10 @@ def test_whole_numbers_are_exact(size, causal, threads):
 def test_long_sums_are_no_worse_than_eager():
     call = make_call(20000, batch=1, heads=1)
     call = call._replace(v=call.v + 3)
-    wide = fused.plain(call.q, None, call.v.double(), None, call.functions, call.beta, False)
     for causal in (False, True):
-        if causal:
-            wide = fused.plain(call.q, None, call.v.double(), None, call.functions, call.beta, True)
-        plain = fused.plain(*call[:5], call.beta, causal)
-        ours = run(call._replace(causal=causal))
+        call = call._replace(causal=causal)
+        wide = fused.plain(call._replace(v=call.v.double()))
+        plain, ours = fused.plain(call), run(call)
         assert (ours - wide).norm() <= 2 * (plain - wide).norm()
 
 

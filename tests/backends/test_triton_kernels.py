@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from ecoformer import FitOptions, KernelHasher, eco_attention
 from ecoformer.arguments import bias_value
 from ecoformer.backends import eager, fused
 from ecoformer.backends.hashing import HashFunctions, Hyperplanes, codes, project
@@ -53,16 +54,6 @@ class Case(NamedTuple):
     heads: int = 2
     cancels: float = 1.0
     """How many times larger than the weight's gradient its terms are."""
-
-
-class Inputs(NamedTuple):
-    q: torch.Tensor
-    k: torch.Tensor | None
-    v: torch.Tensor
-    mask: torch.Tensor | None
-    functions: HashFunctions
-    beta: float
-    causal: bool
 
 
 def embedded(x):
@@ -114,12 +105,12 @@ def make(case, dtype=torch.float32, seed=0):
     q, k, v = (None if x is None else embedded(x.to(DEVICE)) for x in (q, k, v))
     functions = HashFunctions(*(f.to(DEVICE) for f in functions))
     mask = None if mask is None else mask.to(DEVICE)
-    return Inputs(q, k, v, mask, functions, float(bias_value("paper", case.bits)), case.causal)
+    return fused.Call(q, k, v, mask, functions, float(bias_value("paper", case.bits)), case.causal)
 
 
-def plain(inputs):
+def plain(call):
     """Eager PyTorch with gradients: the same steps, in the dtype of the inputs."""
-    q, k, v, mask, functions, beta, causal = inputs
+    q, k, v, mask, functions, beta, causal = call
 
     def hashed(x):
         wide = x if x.dtype == torch.float64 else x.float()
@@ -133,29 +124,29 @@ def plain(inputs):
     return eager.read(hq, eager.sums(hk, v, wide, hq.shape[-1]), None, hq.shape[-1], beta, v.dtype)
 
 
-def leaves(inputs, dtype=None):
+def leaves(call, dtype=None):
     """Inputs that can be differentiated, and the list of them."""
 
     def leaf(x):
         return None if x is None else x.detach().to(dtype or x.dtype).clone().requires_grad_()
 
-    functions = HashFunctions(*(f.to(dtype or f.dtype) for f in inputs.functions))
+    functions = HashFunctions(*(f.to(dtype or f.dtype) for f in call.functions))
     functions = functions._replace(weight=leaf(functions.weight))
-    copy = inputs._replace(q=leaf(inputs.q), k=leaf(inputs.k), v=leaf(inputs.v), functions=functions)
+    copy = call._replace(q=leaf(call.q), k=leaf(call.k), v=leaf(call.v), functions=functions)
     return copy, [x for x in (copy.q, copy.k, copy.v, functions.weight) if x is not None]
 
 
-def by_autograd(inputs, grad, dtype=None):
-    copy, wanted = leaves(inputs, dtype)
+def by_autograd(call, grad, dtype=None):
+    copy, wanted = leaves(call, dtype)
     out = plain(copy)
     return [out.detach(), *torch.autograd.grad(out, wanted, grad.to(out.dtype))]
 
 
-def by_kernels(kernels, inputs, grad):
-    assert kernels.cannot(*inputs[:5], causal=inputs.causal, needs_grad=True) is None
-    out, saved = kernels.forward(*inputs)
-    needs = (True, inputs.k is not None, True, True)
-    found = kernels.backward(grad, *inputs, saved, needs)
+def by_kernels(kernels, call, grad):
+    assert kernels.cannot(call, needs_grad=True) is None
+    out, saved = kernels.forward(call)
+    needs = (True, call.k is not None, True, True)
+    found = kernels.backward(call, grad, saved, needs)
     return [out, *(x for x in found if x is not None)]
 
 
@@ -164,12 +155,12 @@ def error(x, truth):
 
 
 def check(kernels, case, dtype=torch.float32):
-    inputs = make(case, dtype)
-    grad = embedded(torch.randn(*inputs.q.shape[:3], case.value_dim).to(DEVICE, dtype))
-    truth = by_autograd(inputs, grad, torch.float64)
-    theirs = by_autograd(inputs, grad)
-    ours = by_kernels(kernels, inputs, grad)
-    names = ("out", "q", *(("k",) if inputs.k is not None else ()), "v", "weight")
+    call = make(case, dtype)
+    grad = embedded(torch.randn(*call.q.shape[:3], case.value_dim).to(DEVICE, dtype))
+    truth = by_autograd(call, grad, torch.float64)
+    theirs = by_autograd(call, grad)
+    ours = by_kernels(kernels, call, grad)
+    names = ("out", "q", *(("k",) if call.k is not None else ()), "v", "weight")
     scale = max(float(x.norm()) for x in truth[1:])
     for name, x, y, true in zip(names, ours, theirs, truth, strict=True):
         assert x.shape == true.shape
@@ -227,11 +218,9 @@ def test_half_precision_of_long_sequences(kernels, case, dtype):
 
 @pytest.mark.skipif(not INTERPRETED, reason="natively `test_half_precision` tests it")
 def test_bf16_by_the_interpreter(kernels):
-    inputs = make(Case(40, bits=8), torch.bfloat16)
+    call = make(Case(40, bits=8), torch.bfloat16)
     grad = torch.randn(2, 2, 40, 16).bfloat16()
-    for x, true in zip(
-        by_kernels(kernels, inputs, grad), by_autograd(inputs, grad, torch.float64), strict=True
-    ):
+    for x, true in zip(by_kernels(kernels, call, grad), by_autograd(call, grad, torch.float64), strict=True):
         assert error(x, true) < 2**-6  # it cuts fp32 to bf16 where hardware rounds
 
 
@@ -241,30 +230,30 @@ def test_however_tokens_are_cut(kernels, configs, monkeypatch, block, per_sm, ch
     from ecoformer.backends.triton import launch
 
     monkeypatch.setattr(launch, "_CHEAP_TO_ADD", cheap)
-    inputs = make(Case(230, batch=1, heads=1))
+    call = make(Case(230, batch=1, heads=1))
     grad = torch.randn(1, 1, 230, 16).to(DEVICE)
     config = configs.Config(block, 4, 2, per_sm)
     with configs.trial(gather=config, read=config, gather_grad=config, token_grad=config):
-        results = by_kernels(kernels, inputs, grad)
-    for x, true in zip(results, by_autograd(inputs, grad, torch.float64), strict=True):
+        results = by_kernels(kernels, call, grad)
+    for x, true in zip(results, by_autograd(call, grad, torch.float64), strict=True):
         assert error(x, true) < 2e-6
 
 
 @pytest.mark.parametrize("case", [Case(150, heads=1), Case(140, causal=True, heads=1), Case(40, n_k=60)])
 def test_repeated_runs_are_equal(kernels, case):
-    inputs = make(case)
-    grad = torch.randn(*inputs.q.shape[:3], case.value_dim).to(DEVICE)
-    first = by_kernels(kernels, inputs, grad)
+    call = make(case)
+    grad = torch.randn(*call.q.shape[:3], case.value_dim).to(DEVICE)
+    first = by_kernels(kernels, call, grad)
     for _ in range(1 if INTERPRETED else 20):
-        for x, y in zip(first, by_kernels(kernels, inputs, grad), strict=True):
+        for x, y in zip(first, by_kernels(kernels, call, grad), strict=True):
             assert torch.equal(x, y)
 
 
 def test_codes_and_sums_of_whole_numbers_are_exact(kernels):
-    inputs = make(Case(200, bits=16))
-    values = torch.randint(-1000, 1001, inputs.v.shape, device=DEVICE).float()
-    _, (packed, state) = kernels.forward(*inputs._replace(v=values))
-    h = codes(inputs.q, inputs.functions)
+    call = make(Case(200, bits=16))
+    values = torch.randint(-1000, 1001, call.v.shape, device=DEVICE).float()
+    _, (packed, state) = kernels.forward(call._replace(v=values))
+    h = codes(call.q, call.functions)
     assert packed.dtype == torch.int16
     assert torch.equal(unpack_codes(packed), h)
     assert torch.equal(state, eager.sums(h.double(), values.double(), None, 16).float())
@@ -272,46 +261,46 @@ def test_codes_and_sums_of_whole_numbers_are_exact(kernels):
 
 @pytest.mark.parametrize(("bits", "dtype"), [(1, torch.int16), (17, torch.int32), (64, torch.int64)])
 def test_width_of_packed_codes(kernels, bits, dtype):
-    inputs = make(Case(20, bits=bits, batch=1))
-    packed = kernels.forward(*inputs)[1][0]
+    call = make(Case(20, bits=bits, batch=1))
+    packed = kernels.forward(call)[1][0]
     assert packed.dtype == dtype
-    assert torch.equal(unpack_codes(packed, bits), codes(inputs.q, inputs.functions))
+    assert torch.equal(unpack_codes(packed, bits), codes(call.q, call.functions))
 
 
 @pytest.mark.parametrize("case", [Case(40), Case(40, n_k=30), Case(300, causal=True), Case(40, masked=True)])
 def test_room_is_as_announced(kernels, case):
-    inputs = make(case)
-    announced = kernels.kept(*inputs[:5], inputs.causal)
-    for room, tensor in zip(announced, kernels.forward(*inputs)[1], strict=True):
+    call = make(case)
+    announced = kernels.kept(call)
+    for room, tensor in zip(announced, kernels.forward(call)[1], strict=True):
         assert (room.shape, room.dtype, room.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
 
 
 @pytest.mark.parametrize("what", ["q", "v"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_nan_stays_in_its_sample(kernels, what, causal):
-    inputs = make(Case(160, causal=causal, batch=3, heads=1))
+    call = make(Case(160, causal=causal, batch=3, heads=1))
     grad = torch.randn(3, 1, 160, 16).to(DEVICE)
-    clean = by_kernels(kernels, inputs, grad)[:-1]
-    getattr(inputs, what)[1, :, 140] = torch.nan
-    spoilt = by_kernels(kernels, inputs, grad)[:-1]
+    clean = by_kernels(kernels, call, grad)[:-1]
+    getattr(call, what)[1, :, 140] = torch.nan
+    spoilt = by_kernels(kernels, call, grad)[:-1]
     assert spoilt[0][1, :, 140:].isnan().all()
     for x, y in zip(clean, spoilt, strict=True):
         assert torch.equal(x[::2], y[::2])
 
 
 def test_a_length_that_overflows_is_nan(kernels):
-    inputs = make(Case(20, batch=1))
-    inputs.q[0, 0, 3] = 1e30
-    out = kernels.forward(*inputs)[0]
+    call = make(Case(20, batch=1))
+    call.q[0, 0, 3] = 1e30
+    out = kernels.forward(call)[0]
     assert out[0, 0].isnan().all()
     assert out[0, 1].isfinite().all()
 
 
 def test_nan_of_a_query_stays_there(kernels):
-    inputs = make(Case(20, n_k=30, batch=1))
-    clean = kernels.forward(*inputs)[0]
-    inputs.q[0, 0, 7] = torch.nan
-    out = kernels.forward(*inputs)[0]
+    call = make(Case(20, n_k=30, batch=1))
+    clean = kernels.forward(call)[0]
+    call.q[0, 0, 7] = torch.nan
+    out = kernels.forward(call)[0]
     assert out[0, 0, 7].isnan().all()
     out[0, 0, 7] = clean[0, 0, 7]
     assert torch.equal(out, clean)
@@ -319,24 +308,24 @@ def test_nan_of_a_query_stays_there(kernels):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_may_hold_anything(kernels, causal):
-    inputs = make(Case(140, masked=True, causal=causal, heads=1))
+    call = make(Case(140, masked=True, causal=causal, heads=1))
     grad = torch.randn(2, 1, 140, 16).to(DEVICE)
-    padding = inputs.mask[:, None]
-    clean = by_kernels(kernels, inputs, grad)
-    inputs.v[padding] = torch.nan
-    for x, y in zip(clean, by_kernels(kernels, inputs, grad), strict=True):
+    padding = call.mask[:, None]
+    clean = by_kernels(kernels, call, grad)
+    call.v[padding] = torch.nan
+    for x, y in zip(clean, by_kernels(kernels, call, grad), strict=True):
         assert torch.equal(x, y)
-    inputs.q[padding] = torch.nan
-    out = kernels.forward(*inputs)[0]
+    call.q[padding] = torch.nan
+    out = kernels.forward(call)[0]
     assert torch.equal(out[~padding], clean[0][~padding])
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_zero_token_gets_its_gradient(kernels, causal):
-    inputs = make(Case(33, batch=1, heads=1, causal=causal))
-    inputs.q[0, 0, 5] = 0
+    call = make(Case(33, batch=1, heads=1, causal=causal))
+    call.q[0, 0, 5] = 0
     grad = torch.randn(1, 1, 33, 16).to(DEVICE)
-    ours, theirs = by_kernels(kernels, inputs, grad), by_autograd(inputs, grad)
+    ours, theirs = by_kernels(kernels, call, grad), by_autograd(call, grad)
     for x, y in zip(ours, theirs, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
     assert ours[1][0, 0, 5].abs().max() > 0
@@ -344,8 +333,8 @@ def test_a_zero_token_gets_its_gradient(kernels, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_nothing_but_padding_reads_zero(kernels, causal):
-    inputs = make(Case(70, masked=True, causal=causal))
-    out, to_q, to_v, _ = by_kernels(kernels, inputs, torch.ones(2, 2, 70, 16, device=DEVICE))
+    call = make(Case(70, masked=True, causal=causal))
+    out, to_q, to_v, _ = by_kernels(kernels, call, torch.ones(2, 2, 70, 16, device=DEVICE))
     assert not out[0].any()
     assert not to_q[0].any()
     assert not to_v[0].any()
@@ -356,12 +345,12 @@ def test_nothing_but_padding_reads_zero(kernels, causal):
 )
 @pytest.mark.parametrize("n_k", [None, 40])
 def test_only_what_is_needed(kernels, needs, n_k):
-    inputs = make(Case(50, n_k=n_k, heads=1))
+    call = make(Case(50, n_k=n_k, heads=1))
     needs = (needs[0], needs[1] and n_k is not None, *needs[2:])
     grad = torch.randn(2, 1, 50, 16).to(DEVICE)
-    saved = kernels.forward(*inputs)[1]
-    everything = kernels.backward(grad, *inputs, saved, (True, n_k is not None, True, True))
-    found = kernels.backward(grad, *inputs, saved, needs)
+    saved = kernels.forward(call)[1]
+    everything = kernels.backward(call, grad, saved, (True, n_k is not None, True, True))
+    found = kernels.backward(call, grad, saved, needs)
     for x, y, needed in zip(found, everything, needs, strict=True):
         if needed:
             torch.testing.assert_close(x, y)
@@ -370,39 +359,54 @@ def test_only_what_is_needed(kernels, needs, n_k):
 
 
 def test_a_bias_that_is_no_whole_number(kernels):
-    inputs = make(Case(100, causal=True, heads=1))._replace(beta=17.3)
+    call = make(Case(100, causal=True, heads=1))._replace(beta=17.3)
     grad = torch.randn(2, 1, 100, 16).to(DEVICE)
-    for x, true in zip(
-        by_kernels(kernels, inputs, grad), by_autograd(inputs, grad, torch.float64), strict=True
-    ):
+    for x, true in zip(by_kernels(kernels, call, grad), by_autograd(call, grad, torch.float64), strict=True):
         assert error(x, true) < 2e-6
 
 
 @pytest.mark.parametrize("case", [Case(40, masked=True), Case(20, n_k=30), Case(40, causal=True)])
 def test_as_a_registered_operator(kernels, case):
-    inputs = make(case)
-    grad = torch.randn(*inputs.q.shape[:3], case.value_dim).to(DEVICE)
-    copy, wanted = leaves(inputs)
-    out = fused.run("triton", *copy, True)
+    call = make(case)
+    grad = torch.randn(*call.q.shape[:3], case.value_dim).to(DEVICE)
+    copy, wanted = leaves(call)
+    out = fused.run("triton", copy, True)
     found = [out.detach(), *torch.autograd.grad(out, wanted, grad)]
-    for x, true in zip(found, by_autograd(inputs, grad, torch.float64), strict=True):
+    for x, true in zip(found, by_autograd(call, grad, torch.float64), strict=True):
         assert error(x, true) < 2e-6
-    arguments = (*inputs[:4], *inputs.functions, inputs.beta, inputs.causal, "triton")
+    arguments = (*call.flat(), "triton")
     torch.library.opcheck(fused.eco_attention, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-def test_what_it_cannot_do(kernels, monkeypatch):
-    inputs = make(Case(20, n_k=30))
+@pytest.mark.parametrize("causal", [False, True])
+def test_compiles_without_a_break(kernels, monkeypatch, causal):
+    monkeypatch.setenv("ECOFORMER_BACKEND", "triton")
+    hasher = KernelHasher(1, 16).fit(torch.randn(2, 1, 60, 16), options=FitOptions(steps=5, pairs=5))
+    hasher.to(DEVICE)
+    q, v = (torch.randn(1, 1, 30, 16, device=DEVICE).requires_grad_() for _ in range(2))
 
-    def reason(causal=False, **changes):
-        return kernels.cannot(*inputs._replace(**changes)[:5], causal=causal, needs_grad=False)
+    def gradients(attention):
+        out = attention(q, v, hasher, is_causal=causal)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, v))]
+
+    torch.compiler.reset()
+    compiled = torch.compile(eco_attention, fullgraph=True, backend="aot_eager")
+    for x, y in zip(gradients(compiled), gradients(eco_attention), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_what_it_cannot_do(kernels, monkeypatch):
+    call = make(Case(20, n_k=30))
+
+    def reason(**changes):
+        return kernels.cannot(call._replace(**changes), needs_grad=False)
 
     assert reason() is None
     assert "causal" in reason(causal=True)
     assert "hyperplanes" in reason(functions=Hyperplanes(torch.zeros(2, 16, 16)))
-    assert "fp32" in reason(q=inputs.q.double())
+    assert "fp32" in reason(q=call.q.double())
     assert "channels" in reason(v=torch.zeros(2, 2, 30, 129, device=DEVICE))
-    wide = inputs.functions._replace(weight=torch.zeros(2, 25, 65, device=DEVICE))
+    wide = call.functions._replace(weight=torch.zeros(2, 25, 65, device=DEVICE))
     assert "bits" in reason(functions=wide)
     assert reason(k=None, causal=True) is None
     monkeypatch.setattr(kernels, "_VERSION", (3, 2))
@@ -413,18 +417,18 @@ def test_what_it_cannot_do(kernels, monkeypatch):
 @pytest.mark.skipif(INTERPRETED, reason="needs the memory and the speed of a GPU")
 def test_offsets_beyond_32_bits(kernels):
     n = 1 << 20
-    inputs = make(Case(64, dim=64, value_dim=64, batch=1, heads=8))
-    q, v = (x.repeat(1, 1, n // 64, 1).half() for x in (inputs.q, inputs.v))
+    call = make(Case(64, dim=64, value_dim=64, batch=1, heads=8))
+    q, v = (x.repeat(1, 1, n // 64, 1).half() for x in (call.q, call.v))
     buffer = torch.empty(1, n, 5, 8, 64, dtype=torch.float16, device=DEVICE)
     buffer[:, :, 0], buffer[:, :, 4] = q.transpose(1, 2), v.transpose(1, 2)
     q, v = buffer[:, :, 0].transpose(1, 2), buffer[:, :, 4].transpose(1, 2)
     assert (n - 1) * q.stride(2) > 2**31
-    long = inputs._replace(q=q, v=v)
-    short = inputs._replace(q=inputs.q.half(), v=inputs.v.half())
-    out, saved = kernels.forward(*long)
-    expected = kernels.forward(*short)[0]
+    long = call._replace(q=q, v=v)
+    short = call._replace(q=call.q.half(), v=call.v.half())
+    out, saved = kernels.forward(long)
+    expected = kernels.forward(short)[0]
     torch.testing.assert_close(out[:, :, -64:], expected, rtol=2e-3, atol=2e-3)
     grad = torch.randn_like(expected).repeat(1, 1, n // 64, 1)
-    to_q, _, to_v, _ = kernels.backward(grad, *long, saved, (True, False, True, False))
+    to_q, _, to_v, _ = kernels.backward(long, grad, saved, (True, False, True, False))
     torch.testing.assert_close(to_q[:, :, :64], to_q[:, :, -64:])
     torch.testing.assert_close(to_v[:, :, :64], to_v[:, :, -64:])

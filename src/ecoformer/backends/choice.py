@@ -8,9 +8,8 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
-from ecoformer.backends.fused import Functions, HashFunctions, load, warn_once
+from ecoformer.backends.fused import Call, HashFunctions, load, warn_once
 
 F = TypeVar("F", bound=Callable[..., Any])
 VARIABLE = "ECOFORMER_BACKEND"
@@ -46,18 +45,10 @@ def _cannot_on(name: str, device: torch.device) -> str | None:
     x = torch.zeros(1, 1, 1, 16, device=device)
     row = torch.zeros(1, 1, device=device)
     functions = HashFunctions(x[0], row, row[0], torch.zeros(1, 1, 16, device=device))
-    return _cannot(name, x, None, x, None, functions, False, False)
+    return _cannot(name, False, *Call(x, None, x, None, functions, 2.0, False).flat())
 
 
-def pick(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    mask: Tensor | None,
-    functions: Functions,
-    causal: bool,
-    needs_grad: bool,
-) -> str:
+def pick(call: Call, needs_grad: bool) -> str:
     """The backend for one call: the one asked for, or the first that can run it.
 
     One that was asked for and cannot run gives way to eager with one warning.
@@ -65,8 +56,8 @@ def pick(
     wanted = asked_for()
     if wanted == "eager":
         return wanted
-    for name in _preferred(q.device) if wanted is None else (wanted,):
-        reason = _cannot(name, q, k, v, mask, functions, causal, needs_grad)
+    for name in _preferred(call.q.device) if wanted is None else (wanted,):
+        reason = _cannot(name, needs_grad, *call.flat())
         if reason is None:
             return name
         if wanted is not None:
@@ -95,17 +86,7 @@ def _preferred(device: torch.device) -> tuple[str, ...]:
 
 
 @_constant
-def _cannot(
-    name: str,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    mask: Tensor | None,
-    functions: Functions,
-    causal: bool,
-    needs_grad: bool,
-) -> str | None:
+def _cannot(name: str, needs_grad: bool, *flat: Any) -> str | None:
+    """Asked with single tensors, as the compiler hands tuples of them over empty or not at all."""
     module = load(name)
-    if isinstance(module, str):
-        return module
-    return module.cannot(q, k, v, mask, functions, causal=causal, needs_grad=needs_grad)
+    return module if isinstance(module, str) else module.cannot(Call.of(*flat), needs_grad=needs_grad)

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import NoneType
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -23,9 +23,24 @@ from ecoformer.arguments import one_line
 from ecoformer.backends import eager
 from ecoformer.backends.hashing import Functions, HashFunctions, Hyperplanes, codes
 
-__all__ = ["CannotRun", "Functions", "Fused", "HashFunctions", "Hyperplanes", "empty_out", "load", "run"]
+__all__ = [
+    "Call",
+    "CannotRun",
+    "Functions",
+    "Fused",
+    "Grads",
+    "HashFunctions",
+    "Hyperplanes",
+    "Needs",
+    "empty_out",
+    "load",
+    "run",
+]
 
 Grads = Sequence[Tensor | None]
+Needs = tuple[bool, bool, bool, bool]
+"""Whether q, k, v and the weight want a gradient."""
+_PLAIN = (Tensor, Parameter, NoneType)
 
 
 class CannotRun(RuntimeError):
@@ -36,64 +51,73 @@ _broken: dict[str, str] = {}
 """Backends that raised `CannotRun`, and why."""
 
 
-class Fused(Protocol):
-    """The functions of a fused backend's module.
+class Call(NamedTuple):
+    """One call of hashed attention; a query that sees no key reads zero.
 
-    q (B, H, N_q, D), k (B, H, N_k, D) or None where queries are also the keys, v (B, H, N_k, C) where C may
-    differ from D: fp32, bf16 or fp16, all on one device, not empty, of any strides. `mask` (B, N_k) is bool,
-    True for padding, or None. `functions` are in fp32. `beta` is what is added to the product of two codes.
-    A query that sees no key reads zero. Shapes have been checked.
+    What a backend gets has been checked: shapes fit, tokens and values are fp32, bf16 or fp16 and not empty,
+    all tensors are on one device. Strides may be any.
     """
 
-    @staticmethod
-    def cannot(
+    q: Tensor
+    """(B, H, N_q, D)."""
+    k: Tensor | None
+    """(B, H, N_k, D), None where queries are also the keys."""
+    v: Tensor
+    """(B, H, N_k, C), where C may differ from D."""
+    mask: Tensor | None
+    """(B, N_k) bool, True for padding."""
+    functions: Functions
+    """In fp32."""
+    beta: float
+    """What is added to the product of two codes."""
+    causal: bool
+
+    def flat(self) -> tuple[Any, ...]:
+        """Eight tensors or None, beta and causal, as the operators take them."""
+        q, k, v, mask, functions, beta, causal = self
+        planes = isinstance(functions, Hyperplanes)
+        return (q, k, v, mask, *((None, None, None) if planes else ()), *functions, beta, causal)
+
+    @classmethod
+    def of(
+        cls,
         q: Tensor,
         k: Tensor | None,
         v: Tensor,
         mask: Tensor | None,
-        functions: Functions,
-        *,
+        support: Tensor | None,
+        mean: Tensor | None,
+        sigma: Tensor | None,
+        weight: Tensor,
+        beta: float,
         causal: bool,
-        needs_grad: bool,
-    ) -> str | None:
+    ) -> Call:
+        """The call that `flat` laid out."""
+        if support is None or mean is None or sigma is None:
+            return cls(q, k, v, mask, Hyperplanes(weight), beta, causal)
+        return cls(q, k, v, mask, HashFunctions(support, mean, sigma, weight), beta, causal)
+
+
+class Fused(Protocol):
+    """The functions of a fused backend's module."""
+
+    @staticmethod
+    def cannot(call: Call, *, needs_grad: bool) -> str | None:
         """Why this call cannot be run, in a few words without numbers; None where it can.
 
         A backend that has no gradient for `functions.weight` refuses `needs_grad` where that requires one.
         """
 
     @staticmethod
-    def forward(
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor,
-        mask: Tensor | None,
-        functions: Functions,
-        beta: float,
-        causal: bool,
-        /,
-    ) -> tuple[Tensor, list[Tensor]]:
+    def forward(call: Call, /) -> tuple[Tensor, list[Tensor]]:
         """The output, as `empty_out` made it, and new tensors that the backward wants."""
 
     @staticmethod
-    def kept(
-        q: Tensor, k: Tensor | None, v: Tensor, mask: Tensor | None, functions: Functions, causal: bool, /
-    ) -> list[Tensor]:
+    def kept(call: Call, /) -> list[Tensor]:
         """Empty tensors of the shapes, dtypes and strides of those that `forward` hands to the backward."""
 
     @staticmethod
-    def backward(
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor,
-        mask: Tensor | None,
-        functions: Functions,
-        beta: float,
-        causal: bool,
-        saved: list[Tensor],
-        needs: tuple[bool, bool, bool, bool],
-        /,
-    ) -> Grads:
+    def backward(call: Call, grad: Tensor, saved: list[Tensor], needs: Needs, /) -> Grads:
         """Contiguous gradients of q, k, v and `functions.weight`, in their dtypes; None where not needed.
 
         Queries that are also the keys get both parts of their gradient as that of q.
@@ -125,16 +149,9 @@ def empty_out(q: Tensor, v: Tensor) -> Tensor:
     return v.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
 
 
-def plain(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    mask: Tensor | None,
-    functions: Functions,
-    beta: float,
-    causal: bool,
-) -> Tensor:
+def plain(call: Call) -> Tensor:
     """The same in plain PyTorch."""
+    q, k, v, mask, functions, beta, causal = call
     with eager.full_precision(v.device):
         hq = codes(q, functions)
         hk = hq if k is None else codes(k, functions)
@@ -145,75 +162,39 @@ def plain(
         return eager.read(hq, eager.sums(hk, v, wide, bits), None, bits, beta, v.dtype)
 
 
-def run(
-    name: str,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    mask: Tensor | None,
-    functions: Functions,
-    beta: float,
-    causal: bool,
-    needs_grad: bool,
-) -> Tensor:
+def run(name: str, call: Call, needs_grad: bool) -> Tensor:
     """Attention by the backend `name`, which has said that it can."""
-    support, mean, sigma = functions[:3] if isinstance(functions, HashFunctions) else (None, None, None)
-    tensors = (q, k, v, mask, support, mean, sigma, functions.weight)
+    flat = call.flat()
     out: Tensor
-    if torch.compiler.is_compiling() or any(type(x) not in (Tensor, Parameter, NoneType) for x in tensors):
-        out = eco_attention(*tensors, beta, causal, name)[0]
+    if torch.compiler.is_compiling() or any(type(x) not in _PLAIN for x in flat[:8]):
+        out = eco_attention(*flat, name)[0]
     elif needs_grad:
-        out = _Quick.apply(*tensors, beta, causal, name)  # type: ignore[no-untyped-call]
+        out = _Quick.apply(*flat, name)  # type: ignore[no-untyped-call]
     else:
-        out = _forward(name, q, k, v, mask, functions, beta, causal)[0]
+        out = _forward(name, call)[0]
     return out
 
 
-def _forward(
-    name: str,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    mask: Tensor | None,
-    functions: Functions,
-    beta: float,
-    causal: bool,
-) -> tuple[Tensor, list[Tensor]]:
+def _forward(name: str, call: Call) -> tuple[Tensor, list[Tensor]]:
     module = load(name)
     if isinstance(module, str):
         reason: str | None = module
     else:
-        reason = module.cannot(q, k, v, mask, functions, causal=causal, needs_grad=False)
+        reason = module.cannot(call, needs_grad=False)
         if reason is None:
             try:
-                return module.forward(q, k, v, mask, functions, beta, causal)
+                return module.forward(call)
             except CannotRun as error:
                 reason = _broken[name] = str(error)
     warn_once(name, str(reason))
-    out = empty_out(q, v)
-    out.copy_(plain(q, k, v, mask, functions, beta, causal))
-    return out, _kept(name, q, k, v, mask, functions, causal)
+    out = empty_out(call.q, call.v)
+    out.copy_(plain(call))
+    return out, _kept(name, call)
 
 
-def _kept(
-    name: str,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    mask: Tensor | None,
-    functions: Functions,
-    causal: bool,
-) -> list[Tensor]:
+def _kept(name: str, call: Call) -> list[Tensor]:
     module = _import(name)
-    return [] if isinstance(module, str) else module.kept(q, k, v, mask, functions, causal)
-
-
-def _functions(
-    support: Tensor | None, mean: Tensor | None, sigma: Tensor | None, weight: Tensor
-) -> Functions:
-    if support is None or mean is None or sigma is None:
-        return Hyperplanes(weight)
-    return HashFunctions(support, mean, sigma, weight)
+    return [] if isinstance(module, str) else module.kept(call)
 
 
 @torch.library.custom_op(
@@ -222,39 +203,17 @@ def _functions(
     schema="(Tensor q, Tensor? k, Tensor v, Tensor? mask, Tensor? support, Tensor? mean, Tensor? sigma, "
     "Tensor weight, float beta, bool causal, str backend) -> (Tensor, Tensor[])",
 )
-def eco_attention(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    mask: Tensor | None,
-    support: Tensor | None,
-    mean: Tensor | None,
-    sigma: Tensor | None,
-    weight: Tensor,
-    beta: float,
-    causal: bool,
-    backend: str,
-) -> tuple[Tensor, list[Tensor]]:
+def eco_attention(*arguments: Any) -> tuple[Tensor, list[Tensor]]:
     """Tokens to output by the named backend, and what its backward wants; where it cannot run, eager does."""
-    return _forward(backend, q, k, v, mask, _functions(support, mean, sigma, weight), beta, causal)
+    *flat, backend = arguments
+    return _forward(backend, Call.of(*flat))
 
 
 @eco_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    mask: Tensor | None,
-    support: Tensor | None,
-    mean: Tensor | None,
-    sigma: Tensor | None,
-    weight: Tensor,
-    beta: float,
-    causal: bool,
-    backend: str,
-) -> tuple[Tensor, list[Tensor]]:
-    functions = _functions(support, mean, sigma, weight)
-    return empty_out(q, v), _kept(backend, q, k, v, mask, functions, causal)
+def _(*arguments: Any) -> tuple[Tensor, list[Tensor]]:
+    *flat, backend = arguments
+    call = Call.of(*flat)
+    return empty_out(call.q, call.v), _kept(backend, call)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]]) -> None:
@@ -268,15 +227,14 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> Grads:
 
 def _gradients(ctx: Any, grad: Tensor, backward: Callable[..., list[Tensor]]) -> Grads:
     """Of all inputs of the operator, by the operator's backward or by the function that it calls."""
-    q, k, v, mask, support, mean, sigma, weight, *saved = ctx.saved_tensors
+    tensors = ctx.saved_tensors
+    flat, saved = (*tensors[:8], ctx.beta, ctx.causal), list(tensors[8:])
     asked = ctx.needs_input_grad
     needs = [asked[0], asked[1], asked[2], asked[7]]
     if isinstance(load(ctx.backend), str):
-        functions = _functions(support, mean, sigma, weight)
-        found = _plain_backward(grad, q, k, v, mask, functions, ctx.beta, ctx.causal, needs)
+        found = _plain_backward(Call.of(*flat), grad, needs)
     else:
-        tensors = (grad, q, k, v, mask, support, mean, sigma, weight)
-        found = backward(*tensors, ctx.beta, ctx.causal, ctx.backend, saved, needs)
+        found = backward(grad, *flat, ctx.backend, saved, needs)
     to_q, to_k, to_v, to_weight = (x if needed else None for x, needed in zip(found, needs, strict=True))
     return to_q, to_k, to_v, None, None, None, None, to_weight, None, None, None
 
@@ -290,9 +248,8 @@ class _Quick(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         """As `eco_attention`, the output alone."""
-        q, k, v, mask, support, mean, sigma, weight, beta, causal, backend = inputs
-        functions = _functions(support, mean, sigma, weight)
-        output = _forward(backend, q, k, v, mask, functions, beta, causal)
+        *flat, backend = inputs
+        output = _forward(backend, Call.of(*flat))
         _setup(ctx, inputs, output)
         return output[0]
 
@@ -303,89 +260,47 @@ class _Quick(torch.autograd.Function):
         return tuple(_gradients(ctx, grad, _backward_by))
 
 
-@torch.library.custom_op(
+def _backward_by(*arguments: Any) -> list[Tensor]:
+    """Gradients of q, k, v and weight by the named backend, empty where not needed."""
+    grad, *flat, backend, saved, needs = arguments
+    module, call = load(backend), Call.of(*flat)
+    if isinstance(module, str):
+        raise CannotRun(f'backend "{backend}" broke in compiled code ({module}): set ECOFORMER_BACKEND=eager')
+    found = module.backward(call, grad, saved, tuple(needs))
+    for name, x, needed in zip(("q", "k", "v", "weight"), found, needs, strict=True):
+        if needed and x is None:
+            raise RuntimeError(f'backend "{backend}" gave no gradient for {name}')
+    return [call.functions.weight.new_empty(0) if x is None else x for x in found]
+
+
+eco_attention_backward = torch.library.custom_op(
     "ecoformer::eco_attention_backward",
+    _backward_by,
     mutates_args=(),
     schema="(Tensor grad, Tensor q, Tensor? k, Tensor v, Tensor? mask, Tensor? support, Tensor? mean, "
     "Tensor? sigma, Tensor weight, float beta, bool causal, str backend, Tensor[] saved, bool[] needs) "
     "-> Tensor[]",
 )
-def eco_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    mask: Tensor | None,
-    support: Tensor | None,
-    mean: Tensor | None,
-    sigma: Tensor | None,
-    weight: Tensor,
-    beta: float,
-    causal: bool,
-    backend: str,
-    saved: list[Tensor],
-    needs: list[bool],
-) -> list[Tensor]:
-    """Gradients of q, k, v and weight by the named backend, empty where not needed."""
-    return _backward_by(
-        grad, q, k, v, mask, support, mean, sigma, weight, beta, causal, backend, saved, needs
-    )
-
-
-def _backward_by(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    mask: Tensor | None,
-    support: Tensor | None,
-    mean: Tensor | None,
-    sigma: Tensor | None,
-    weight: Tensor,
-    beta: float,
-    causal: bool,
-    backend: str,
-    saved: list[Tensor],
-    needs: list[bool],
-) -> list[Tensor]:
-    module = load(backend)
-    functions = _functions(support, mean, sigma, weight)
-    wanted = (needs[0], needs[1], needs[2], needs[3])
-    if isinstance(module, str):
-        raise CannotRun(f'backend "{backend}" broke in compiled code ({module}): set ECOFORMER_BACKEND=eager')
-    found = module.backward(grad, q, k, v, mask, functions, beta, causal, saved, wanted)
-    for name, x, needed in zip(("q", "k", "v", "weight"), found, needs, strict=True):
-        if needed and x is None:
-            raise RuntimeError(f'backend "{backend}" gave no gradient for {name}')
-    return [weight.new_empty(0) if x is None else x for x in found]
-
-
-def _plain_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    mask: Tensor | None,
-    functions: Functions,
-    beta: float,
-    causal: bool,
-    needs: Sequence[bool],
-) -> Grads:
-    """Gradients by computing the output anew, where the backend broke after it was chosen."""
-    inputs = (q, q if k is None else k, v, functions.weight)
-    leaves = [x.detach().requires_grad_(needed) for x, needed in zip(inputs, needs, strict=True)]
-    ours = functions._replace(weight=leaves[3])
-    with torch.enable_grad():
-        out = plain(leaves[0], None if k is None else leaves[1], leaves[2], mask, ours, beta, causal)
-    grads = iter(torch.autograd.grad(out, [x for x in leaves if x.requires_grad], grad))
-    return [next(grads) if needed else None for needed in needs]
 
 
 @eco_attention_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor | None, v: Tensor, *rest: Any) -> list[Tensor]:
-    weight, needs = rest[4], rest[9]
-    inputs = (q, k, v, weight)
+def _(*arguments: Any) -> list[Tensor]:
+    _, *flat, _, _, needs = arguments
+    call = Call.of(*flat)
+    inputs, weight = (call.q, call.k, call.v, call.functions.weight), call.functions.weight
     return [
         weight.new_empty(0) if x is None or not needed else x.new_empty(x.shape)
         for x, needed in zip(inputs, needs, strict=True)
     ]
+
+
+def _plain_backward(call: Call, grad: Tensor, needs: Sequence[bool]) -> Grads:
+    """Gradients by computing the output anew, where the backend broke after it was chosen."""
+    inputs = (call.q, call.q if call.k is None else call.k, call.v, call.functions.weight)
+    leaves = [x.detach().requires_grad_(needed) for x, needed in zip(inputs, needs, strict=True)]
+    q, k, v, weight = leaves
+    functions = call.functions._replace(weight=weight)
+    with torch.enable_grad():
+        out = plain(call._replace(q=q, k=None if call.k is None else k, v=v, functions=functions))
+    grads = iter(torch.autograd.grad(out, [x for x in leaves if x.requires_grad], grad))
+    return [next(grads) if needed else None for needed in needs]

@@ -12,25 +12,16 @@ from functools import cache
 from torch import Tensor
 
 from ecoformer.arguments import one_line
-from ecoformer.backends.fused import CannotRun
-from ecoformer.backends.hashing import Functions
+from ecoformer.backends.fused import Call, CannotRun, Grads, Needs
 
 __all__ = ["backward", "cannot", "forward", "kept"]
 
 
-def cannot(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    mask: Tensor | None,
-    functions: Functions,
-    *,
-    causal: bool,
-    needs_grad: bool,
-) -> str | None:
+def cannot(call: Call, *, needs_grad: bool) -> str | None:
     """Why this call cannot be run; None where it can."""
-    if q.device.type != "cpu":
-        return f"it runs on the CPU, tokens are on {q.device.type}"
+    device = call.q.device.type
+    if device != "cpu":
+        return f"it runs on the CPU, tokens are on {device}"
     if not _installed():
         return "numba is not installed: pip install 'ecoformer[cpu]'"
     return "it has no gradient" if needs_grad else None
@@ -41,21 +32,13 @@ def _installed() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-def forward(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    mask: Tensor | None,
-    functions: Functions,
-    beta: float,
-    causal: bool,
-) -> tuple[Tensor, list[Tensor]]:
+def forward(call: Call) -> tuple[Tensor, list[Tensor]]:
     """The output, and nothing for a backward."""
-    return _attend()(q, k, v, mask, functions, beta, causal), []
+    return _attend()(call), []
 
 
 @cache
-def _attend() -> Callable[..., Tensor]:
+def _attend() -> Callable[[Call], Tensor]:
     """The kernels, compiled or read from numba's cache."""
     try:
         from ecoformer.backends.cpu.launch import attend
@@ -65,13 +48,11 @@ def _attend() -> Callable[..., Tensor]:
     return attend
 
 
-def kept(
-    q: Tensor, k: Tensor | None, v: Tensor, mask: Tensor | None, functions: Functions, causal: bool
-) -> list[Tensor]:
+def kept(call: Call) -> list[Tensor]:
     """Nothing is kept for a backward."""
     return []
 
 
-def backward(*_: object) -> tuple[Tensor | None, ...]:
+def backward(call: Call, grad: Tensor, saved: list[Tensor], needs: Needs) -> Grads:
     """There is none: `cannot` says so."""
     raise NotImplementedError("the CPU backend has no gradient")

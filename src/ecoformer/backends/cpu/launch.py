@@ -23,8 +23,8 @@ from ecoformer.backends.cpu.problem import (
     places,
 )
 from ecoformer.backends.cpu.threads import run_team, scratch
-from ecoformer.backends.fused import empty_out
-from ecoformer.backends.hashing import Functions, HashFunctions
+from ecoformer.backends.fused import Call, empty_out
+from ecoformer.backends.hashing import HashFunctions
 
 _LEAST = 256
 """Tokens that are worth a thread of their own."""
@@ -62,18 +62,11 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def attend(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    mask: Tensor | None,
-    functions: Functions,
-    beta: float,
-    causal: bool,
-) -> Tensor:
-    """Attention of checked arguments, by as many threads as PyTorch would use."""
-    dtype, q, v = v.dtype, _rows(q), _rows(v)
-    keys = q if k is None else _rows(k)
+def attend(call: Call) -> Tensor:
+    """Attention by as many threads as PyTorch would use."""
+    mask, functions = call.mask, call.functions
+    q, v = _rows(call.q), _rows(call.v)
+    keys = q if call.k is None else _rows(call.k)
     out = empty_out(q, v)
     batch, heads, n_queries, dim = q.shape
     n_keys, channels = v.shape[2:]
@@ -81,26 +74,26 @@ def attend(
     samples = functions.support.shape[1] if isinstance(functions, HashFunctions) else 0
     bits = functions.weight.shape[-1]
     threads, groups = torch.get_num_threads(), batch * heads
-    plan = _plan(groups, n_queries, n_keys, dim, channels, samples, bits, 1 if causal else threads)
+    plan = _plan(groups, n_queries, n_keys, dim, channels, samples, bits, 1 if call.causal else threads)
     shared = _shared(groups, n_keys, channels, bits, plan.pieces) if plan.pieces > 1 else None
     numbers = [batch, heads, n_queries, n_keys, dim, channels, samples, bits, plan.digit, plan.pieces]
-    numbers += [int(beta), *_place(q), *_place(keys), *_place(v), *_place(out)]
+    numbers += [int(call.beta), *_place(q), *_place(keys), *_place(v), *_place(out)]
     numbers += [0, 0, 0] if mask is None else [mask.data_ptr(), *mask.stride()]
     numbers += ([] if samples else [0, 0, 0]) + [x.data_ptr() for x in tensors]
     numbers += [0, 0, 0] if shared is None else [x.data_ptr() for x in shared]
     problem = array("q", numbers)
-    if k is None:
+    if call.k is None:
         problem[KEYS] = 0
     elif shared is not None:
         problem[CODES] = 0
-    for job in [CAUSAL] if causal else [WHOLE] if shared is None else [GATHER, SCATTER]:
+    for job in [CAUSAL] if call.causal else [WHOLE] if shared is None else [GATHER, SCATTER]:
         members = min(threads, groups * plan.pieces)
         shares = min(groups * plan.pieces, _SHARES * members if members > 1 else 1)
         room = scratch(members * plan.size)
         addresses = problem.buffer_info()[0], plan.layout.buffer_info()[0]
         team = array("q", Team(0, 0, job, groups * plan.pieces, shares, room, plan.size, *addresses))
         run_team(work.address, team.buffer_info()[0], members)
-    return out if dtype == torch.float32 else out.to(dtype)
+    return out if call.v.dtype == torch.float32 else out.to(call.v.dtype)
 
 
 def _shared(groups: int, keys: int, channels: int, bits: int, pieces: int) -> tuple[Tensor, Tensor, Tensor]:

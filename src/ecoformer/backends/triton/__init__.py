@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 import triton  # type: ignore[import-untyped, unused-ignore]
-from torch import Tensor
 
-from ecoformer.backends.fused import Functions, HashFunctions
+from ecoformer.backends.fused import Call, HashFunctions
 from ecoformer.backends.triton.hashing import INTERPRETED
-from ecoformer.backends.triton.launch import backward, forward, kept
+from ecoformer.backends.triton.launch import forward, kept
+from ecoformer.backends.triton.launch_backward import backward
 
 __all__ = ["backward", "cannot", "forward", "kept"]
 
@@ -21,17 +21,9 @@ _WIDEST, _MOST = 128, 64
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
-def cannot(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    mask: Tensor | None,
-    functions: Functions,
-    *,
-    causal: bool,
-    needs_grad: bool,
-) -> str | None:
+def cannot(call: Call, *, needs_grad: bool) -> str | None:
     """Why the kernels cannot run, in a few words; None where they can."""
+    q, k, v, _, functions, _, causal = call
     if not isinstance(functions, HashFunctions):
         return "it has no kernel for hash functions by hyperplanes"
     if causal and k is not None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench_cudagraph  # type: ignore[import-untyped, unused-ignore]
 
-from ecoformer.backends.fused import CannotRun, HashFunctions
-from ecoformer.backends.triton import launch
+from ecoformer.backends.fused import Call, CannotRun, HashFunctions
+from ecoformer.backends.triton import launch, launch_backward
 from ecoformer.backends.triton.configs import ONE_TILE, STEPS, Config, Step, choose, remember, sizes_of, trial
 
 _TILES = ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8), (256, 8))
@@ -44,13 +44,12 @@ def tune(
     """
     end = time.perf_counter() + seconds
     sizes = sizes_of(q, v, functions.support, functions.weight.shape[-1])
-    works = {"forward": lambda: launch.forward(q, None, v, None, functions, beta, False)}
+    call = Call(q, None, v, None, functions, beta, False)
+    works: dict[str, Callable[[], object]] = {"forward": lambda: launch.forward(call)}
     if backward:
-        out, saved = works["forward"]()
+        out, saved = launch.forward(call)
         grad, needs = torch.randn_like(out), (True, False, True, False)
-        works["backward"] = lambda: launch.backward(  # type: ignore[assignment, return-value]
-            grad, q, None, v, None, functions, beta, False, saved, needs
-        )
+        works["backward"] = lambda: launch_backward.backward(call, grad, saved, needs)
     best: dict[Step, tuple[Config, float]] = {}
     for step in STEPS if backward else STEPS[:2]:
         work = works["backward" if step.endswith("grad") else "forward"]
