@@ -47,7 +47,8 @@ from ecoformer import hash_attention
 from ecoformer.arguments import bias_value
 from ecoformer.backends import fused
 from ecoformer.backends.hashing import HashFunctions, project
-from ecoformer.benchmarking.timing import captured, time_contestants
+from ecoformer.benchmarking.capturing import captured
+from ecoformer.benchmarking.timing import time_contestants
 from ecoformer.functional import sign_ste
 
 BITS, SUPPORT = 16, 25

@@ -189,7 +189,7 @@ def hash_attention(
         return ops.causal_read(codes_q, codes_k, v, mask, state, width, beta, own_value)
     state = ops.code_sums(codes_k, v, mask, width)
     if group is not None:
-        state = _all_reduce(state, group)
+        state = sum_over_ranks(state, group)
     own = eager.without(mask, v) if own_value else None
     return ops.code_read(codes_q, state, own, width, beta, v.dtype)
 
@@ -276,10 +276,11 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grads[0], ctx.group), None
+        return sum_over_ranks(grads[0], ctx.group), None
 
 
-def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum over ranks, whose gradient is that of the sum of all ranks' losses."""
     total: Tensor = _AllReduce.apply(x, group)  # type: ignore[no-untyped-call]
     return total
 
@@ -291,4 +292,4 @@ def _sums_before(state: Tensor, group: dist.ProcessGroup) -> Tensor:
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     slots = [state if r == rank else torch.zeros_like(state) for r in range(size)]
-    return _all_reduce(torch.stack(slots), group)[:rank].sum(dim=0)
+    return sum_over_ranks(torch.stack(slots), group)[:rank].sum(dim=0)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ecoformer.functional import _all_reduce
+from ecoformer.functional import sum_over_ranks
 
-__all__ = ["SharesTokens", "check_split", "split_tokens", "stretch", "sum_over_ranks", "with_neighbours"]
+__all__ = ["SharesTokens", "check_split", "split_tokens", "stretch", "with_neighbours"]
 
 
 class SharesTokens:
@@ -69,11 +69,6 @@ def stretch(tokens: int, group: dist.ProcessGroup) -> slice:
     return slice(first, first + share + (rank < more))
 
 
-def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over ranks, whose gradient is that of the sum of all ranks' losses."""
-    return _all_reduce(x, group)
-
-
 def with_neighbours(v: Tensor, before: int, after: int, group: dist.ProcessGroup) -> Tensor:
     """Tokens (B, N, C) between the last `before` of the rank below and the first `after` of the one above.
 
@@ -83,7 +78,7 @@ def with_neighbours(v: Tensor, before: int, after: int, group: dist.ProcessGroup
     border = torch.cat([v[:, n - before :], v[:, :after]], dim=1)
     # Every rank fills its own slot, so one sum hands all borders to all ranks.
     slots = [border if r == rank else torch.zeros_like(border) for r in range(ranks)]
-    borders = _all_reduce(torch.stack(slots), group)
+    borders = sum_over_ranks(torch.stack(slots), group)
     nothing = torch.zeros_like(border)
     below = borders[rank - 1] if rank > 0 else nothing
     above = borders[rank + 1] if rank + 1 < ranks else nothing

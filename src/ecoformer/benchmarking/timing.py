@@ -12,9 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ecoformer.benchmarking.capturing import captured as captured
+from ecoformer.benchmarking.capturing import Work
 
-Work = Callable[[], object]
 Key = TypeVar("Key")
 
 _WARM_UP = 3

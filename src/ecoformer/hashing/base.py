@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
+from torch.nn.modules import module
 from typing_extensions import Self
 
 from ecoformer.arguments import shape
@@ -177,7 +177,7 @@ class Hasher(nn.Module):
     def _bare(self) -> bool:
         """Whether `forward` is nothing but the sign of `project`, of fitted hash functions in fp32."""
         hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
-        if any(hooks) or has_global_hooks() or "forward" in self.__dict__:  # type: ignore[no-untyped-call]
+        if any(hooks) or _has_global_hooks() or "forward" in self.__dict__:
             return False
         if type(self).forward is not Hasher.forward or (self.surrogate, self.sign_of_zero) != ("hardtanh", 1):
             return False
@@ -225,3 +225,13 @@ class Hasher(nn.Module):
                 f"tokens {shape(tokens)} hold NaN or infinity in {broken} of {len(tokens)} samples, or "
                 f"lengths that overflow {tokens.dtype}: nothing can be learned or judged from them"
             )
+
+
+def _has_global_hooks() -> bool:
+    """Whether all modules have hooks; PyTorch's own function for this is younger than PyTorch 2.6."""
+    return bool(
+        module._global_forward_hooks
+        or module._global_forward_pre_hooks
+        or module._global_backward_hooks
+        or module._global_backward_pre_hooks
+    )
