@@ -2,8 +2,11 @@
 
 import csv
 import json
+import math
 import re
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = (ROOT / "docs" / "results.md").read_text()
@@ -69,3 +72,35 @@ def test_reviews_stand_beside_the_printed_figures():
         other = paper.get(row["label"])
         cells += ["", ""] if other is None else [f"{other['text_4k']} %", f"{other['energy_bpj']} mJ"]
         assert " ".join(f"| {' | '.join(cells)} |".split()) in " ".join(PAGE.split())
+
+
+def test_recall_is_shown_as_measured():
+    rows = rows_of("recall")
+    pairs = sorted({int(row["point"]["data.options.pairs"]) for row in rows})
+    assert f"| pairs | {' | '.join(map(str, pairs))} |" in PAGE
+    for label in {row["label"] for row in rows}:
+        name, _, settings = label.partition(":")
+        numbers = dict(setting.split("=") for setting in settings.split(",") if settings)
+        if name == "eco":
+            name += f", {numbers.get('bits', 16)} bits, {numbers.get('support', 25)} support samples"
+        found = {
+            int(row["point"]["data.options.pairs"]): row["accuracy"] for row in rows if row["label"] == label
+        }
+        cells = " | ".join(f"{100 * found[n]:.1f} %" if n in found else "not run" for n in pairs)
+        assert f"| {name} | {cells} |" in PAGE
+
+
+def test_guessing_the_most_frequent_value():
+    generator = torch.Generator().manual_seed(0)
+    words = re.search(r"is right in (\d+), (\d+), (\d+) and (\d+) %", " ".join(PAGE.split()))
+    for pairs, share in zip((8, 16, 32, 64), words.groups(), strict=True):
+        values = torch.randint(16, (20_000, pairs), generator=generator)
+        counts = torch.nn.functional.one_hot(values, 16).sum(1)
+        assert abs(100 * float(counts.amax(1).double().mean()) / pairs - int(share)) < 0.6
+
+
+def test_masked_bytes_are_shown_as_measured():
+    for row in rows_of("masked_bytes"):
+        bits = row["test_loss"] / math.log(2)
+        label = row["label"].replace(":", ", ")
+        assert f"| {label} | {bits:.2f} | {100 * row['accuracy']:.1f} % |" in PAGE
