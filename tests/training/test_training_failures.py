@@ -313,11 +313,14 @@ def test_a_lost_worker(in_files, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, i)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Pictures, "__getitem__", deadly)
-        message = stopped(in_files, tmp_path / "run")
+    def run():
+        monkeypatch.setattr(Pictures, "__getitem__", deadly)
+        (tmp_path / "message").write_text(stopped(in_files, tmp_path / "run"))
+
+    # PyTorch tells of a lost worker by a signal, which may come while a checkpoint is written, or a report.
+    assert in_child(run) == 0
+    message = (tmp_path / "message").read_text()
     assert "DataLoader worker" in message
-    # PyTorch tells of a lost worker by a signal, which may come while a checkpoint is written.
     assert RunFolder(tmp_path / "run").newest_good() >= 4
     assert f"the state of step {RunFolder(tmp_path / 'run').newest_good()} is kept" in message
     assert whole(in_files, tmp_path / "run", resume=True) == expected

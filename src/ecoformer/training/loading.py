@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,7 @@ class Loader:
         self.part = part.to(device) if isinstance(part, Arrays) else part
         self.steps = len(part) // recipe.batch
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
+    def epoch(self, epoch: int, start: int = 0) -> Generator[list[Batch], None, None]:
         """Batches from step `start` on, each in as many parts as gradients are accumulated over."""
         order = order_of(len(self.part), self.recipe.seed, epoch)
         rows = order[: self.steps * self.recipe.batch].view(
@@ -83,8 +83,13 @@ class Loader:
                 yield [self.part.batch(index) for index in step]
             return
         parts = iter(self._decoded(self.part, mine.flatten(0, 1), epoch))
-        for _ in range(len(mine)):
-            yield [self._move(next(parts)) for _ in range(self.recipe.accumulate)]
+        try:
+            for _ in range(len(mine)):
+                yield [self._move(next(parts)) for _ in range(self.recipe.accumulate)]
+        finally:
+            if self.recipe.data.workers:
+                # A worker that was lost is told of by a signal, again and again until the others have ended.
+                parts._shutdown_workers()
 
     def samples(self, count: int, epoch: int) -> Batch:
         """Samples to fit hashers on, not augmented: this process's share of `count`, drawn for the epoch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +110,13 @@ class Trainer:
                 epoch, start = divmod(self.progress.step, self.loader.steps)
                 if start == 0:
                     self._fit(epoch)
-                for parts in self.loader.epoch(epoch, start):
-                    self._step(parts)
-                    advance()
-                    self._evaluate_and_save(interrupts)
-                    if self.progress.step == self.total:
-                        break
+                with closing(self.loader.epoch(epoch, start)) as batches:
+                    for parts in batches:
+                        self._step(parts)
+                        advance()
+                        self._evaluate_and_save(interrupts)
+                        if self.progress.step == self.total:
+                            break
         return self.progress.measured or self.evaluate()
 
     def _evaluate_and_save(self, interrupts: Interrupts) -> None:
