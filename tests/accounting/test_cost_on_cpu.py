@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from small_models import pvt
 from torch import Tensor, nn
 
 import ecoformer
@@ -19,24 +20,10 @@ from ecoformer.accounting.mechanisms.eco_cpu import eco_on_cpu
 from ecoformer.attention import Attention, HashedAttention
 from ecoformer.cli import main
 from ecoformer.hashing import KernelHasher
-from ecoformer.models.pvt_v2 import EcoPyramidVisionTransformerV2
 from ecoformer.models.text import TextEncoder
 
 IMAGE = (2, 3, 64, 64)
 TOKENS = (2, 20, 12)
-
-
-def _pvt(attention: str = "eco", **config: Any) -> nn.Module:
-    return EcoPyramidVisionTransformerV2(
-        attention,
-        config,
-        img_size=64,
-        depths=(1, 2, 1, 1),
-        embed_dims=(8, 16, 24, 32),
-        num_heads=(1, 2, 3, 4),
-        mlp_ratios=(2, 2, 2, 2),
-        num_classes=10,
-    )
 
 
 def _exact(model: nn.Module, example: Any, backend: Any = None) -> Ledger:
@@ -54,7 +41,7 @@ def _layers(model: nn.Module) -> dict[str, Attention]:
 @pytest.mark.parametrize("attention", ["eco", "klsh_eco", "lsh_eco"])
 @pytest.mark.parametrize("local", [0, (3, 3)])
 def test_layers_are_their_formulas_and_nothing_else_changes(attention: str, local: Any) -> None:
-    model = _pvt(attention, bits=9, local=local)
+    model = pvt(attention, bits=9, local=local)
     eager, fused = _exact(model, IMAGE), _exact(model, IMAGE, "cpu")
     tokens = {"stages.0": 256, "stages.1": 64, "stages.2": 16}
     change = Counts()
@@ -173,7 +160,7 @@ def test_numba_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    model = _pvt("eco").train()
+    model = pvt("eco").train()
     _exact(model, IMAGE, "cpu")
     with pytest.raises(ValueError, match="cannot take an input"):
         _exact(model, (1, 5, 64, 64), "cpu")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from small_models import pvt
 from torch import Tensor, nn
 
 import ecoformer
@@ -15,23 +16,9 @@ from ecoformer.accounting.exact import exact_rows
 from ecoformer.accounting.executed import executed
 from ecoformer.accounting.mechanisms import formula, leaf_formula
 from ecoformer.hashing import Hasher
-from ecoformer.models.pvt_v2 import EcoPyramidVisionTransformerV2
 from ecoformer.models.text import TextEncoder
 
 IMAGE = (2, 3, 64, 64)
-
-
-def _pvt(attention: str = "eco", **config: Any) -> nn.Module:
-    return EcoPyramidVisionTransformerV2(
-        attention,
-        config,
-        img_size=64,
-        depths=(1, 2, 1, 1),
-        embed_dims=(8, 16, 24, 32),
-        num_heads=(1, 2, 3, 4),
-        mlp_ratios=(2, 2, 2, 2),
-        num_classes=10,
-    )
 
 
 def _total(rows: list[tuple[str, str, Any, Counts]]) -> Counts:
@@ -49,7 +36,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("attention", ecoformer.list_attentions())
 def test_rows_of_a_model_are_what_a_real_run_executes(attention: str) -> None:
-    model = _pvt(attention, **CONFIGS.get(attention, {}))
+    model = pvt(attention, **CONFIGS.get(attention, {}))
     rows, uncounted = exact_rows(model, IMAGE)
     for hasher in (m for m in model.modules() if isinstance(m, Hasher)):
         hasher._set_fitted()
@@ -58,7 +45,7 @@ def test_rows_of_a_model_are_what_a_real_run_executes(attention: str) -> None:
 
 
 def test_rows_of_modules_are_their_formulas() -> None:
-    model = _pvt("eco")
+    model = pvt("eco")
     by_name = {name: (kind, part, counts) for name, kind, part, counts in exact_rows(model, IMAGE)[0]}
     name = "stages.1.blocks.1.attn.attention"
     layer = model.get_submodule(name)
@@ -71,14 +58,14 @@ def test_rows_of_modules_are_their_formulas() -> None:
 
 
 def test_sums_of_residual_branches_belong_to_the_block() -> None:
-    rows, _ = exact_rows(_pvt("eco"), IMAGE)
+    rows, _ = exact_rows(pvt("eco"), IMAGE)
     block = next(row for row in rows if row[0] == "stages.0.blocks.0")
     numbers = 2 * 16 * 16 * 8
     assert block == ("stages.0.blocks.0", "Block", "other", Counts(add=2 * numbers, bytes=24 * numbers))
 
 
 def test_parts() -> None:
-    rows, _ = exact_rows(_pvt("softmax"), IMAGE)
+    rows, _ = exact_rows(pvt("softmax"), IMAGE)
     parts = {name: part for name, _, part, _ in rows}
     assert {part for name, part in parts.items() if ".attn" in name} == {"attention"}
     assert {part for name, part in parts.items() if ".mlp" in name} == {"ffn"}
@@ -94,7 +81,7 @@ def test_a_layer_alone_is_attention_throughout() -> None:
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    model = _pvt("eco").train()
+    model = pvt("eco").train()
     model.get_submodule("head").eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     modes = [m.training for m in model.modules()]
@@ -108,7 +95,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def test_an_error_in_the_model_leaves_it_as_it_was() -> None:
-    model = _pvt("eco").train()
+    model = pvt("eco").train()
     with pytest.raises(RuntimeError):
         exact_rows(model, (1, 5, 64, 64))
     assert model.training

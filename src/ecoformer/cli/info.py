@@ -79,8 +79,7 @@ def _chosen(device: str, asked: str | None) -> str:
         return f"{asked if able else 'eager'} ({why})"
     first = available(device)[0]
     if first == "eager":
-        others = ", ".join(available(device)[1:])
-        return f"eager ({VARIABLE}={others} would run too)" if others else "eager (no fused backend can run)"
+        return "eager (no fused backend can run)"
     return f"{first} (fused from tokens to output; eager takes the calls that it cannot run)"
 
 

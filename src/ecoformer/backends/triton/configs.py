@@ -27,6 +27,11 @@ SHORT = 512
 """Tokens up to which one program does a whole head: one launch instead of two."""
 
 
+def padded(width: int) -> int:
+    """The power of two, 16 or more, that a width takes in a tile."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
 class Config(NamedTuple):
     """How one kernel is launched."""
 
@@ -62,8 +67,7 @@ class Sizes(NamedTuple):
     def bulk(self) -> int:
         """Bytes that a token takes on the chip, roughly: anything but bf16 is widened there."""
         widths = (self.dim, self.value_dim, self.support, self.bits)
-        padded = sum(max(16, 1 << (width - 1).bit_length()) for width in widths)
-        return padded * (2 if self.dtype == torch.bfloat16 else 4)
+        return sum(map(padded, widths)) * (2 if self.dtype == torch.bfloat16 else 4)
 
 
 _trials: dict[Step, Config] = {}

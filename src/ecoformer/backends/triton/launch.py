@@ -15,7 +15,16 @@ from ecoformer.backends.fused import Call, CannotRun, HashFunctions, empty_out
 from ecoformer.backends.triton import causal
 from ecoformer.backends.triton import forward as ahead
 from ecoformer.backends.triton import state as states
-from ecoformer.backends.triton.configs import Config, Sizes, Step, causal_config, choose, reduce, sizes_of
+from ecoformer.backends.triton.configs import (
+    Config,
+    Sizes,
+    Step,
+    causal_config,
+    choose,
+    padded,
+    reduce,
+    sizes_of,
+)
 
 HASH_PRECISION = "tf32x3"
 """How fp32 matrices are multiplied where codes hang on it: "tf32x3" (three products on tensor cores, about 22
@@ -26,11 +35,7 @@ _CHEAP_TO_ADD = 16 << 20
 Result = TypeVar("Result")
 
 
-# Triton's own functions of these names are made for kernels and take ten microseconds outside.
-def _padded(width: int) -> int:
-    return max(16, 1 << (width - 1).bit_length())
-
-
+# Triton's own `cdiv` is made for kernels and takes ten microseconds outside.
 def _ceiling(whole: int, part: int) -> int:
     return -(-whole // part)
 
@@ -70,11 +75,11 @@ class Launches:
         whole = float(beta).is_integer() and beta >= 0 and self.bits + beta <= 256
         self.whole = {"WHOLE": whole}
         self.reading = {
-            "E": v.shape[-1], "BITS": self.bits, "BE": _padded(v.shape[-1]), "BB": _padded(self.bits)
+            "E": v.shape[-1], "BITS": self.bits, "BE": padded(v.shape[-1]), "BB": padded(self.bits)
         }  # fmt: skip
         dim, samples = functions.support.shape[2], functions.support.shape[1]
         self.hashing = {
-            "D": dim, "M": samples, "BD": _padded(dim), "BM": _padded(samples), **self.reading
+            "D": dim, "M": samples, "BD": padded(dim), "BM": padded(samples), **self.reading
         }  # fmt: skip
 
     def sizes(self, x: Tensor) -> Sizes:
