@@ -86,6 +86,9 @@ class Loader:
         try:
             for _ in range(len(mine)):
                 yield [self._move(next(parts)) for _ in range(self.recipe.accumulate)]
+        except (ConnectionError, EOFError) as error:
+            # It died while it handed a batch over.
+            raise RuntimeError(f"a DataLoader worker was lost ({error})") from error
         finally:
             if self.recipe.data.workers:
                 # A worker that was lost is told of by a signal, again and again until the others have ended.
