@@ -7,18 +7,17 @@ on the CPU, slowly, for tests.
 from __future__ import annotations
 
 import torch
-import triton  # type: ignore[import-untyped, unused-ignore]
 
 from ecoformer.backends.fused import Call, HashFunctions
 from ecoformer.backends.triton.hashing import INTERPRETED
 from ecoformer.backends.triton.launch import forward, kept
 from ecoformer.backends.triton.launch_backward import backward
+from ecoformer.backends.triton.launching import VERSION
 
 __all__ = ["backward", "cannot", "forward", "kept"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST, _MOST = 128, 64
-_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 def cannot(call: Call, *, needs_grad: bool) -> str | None:
@@ -28,7 +27,7 @@ def cannot(call: Call, *, needs_grad: bool) -> str | None:
         return "it has no kernel for hash functions by hyperplanes"
     if causal and k is not None:
         return "it has no kernel for causal order with keys of their own"
-    if causal and _VERSION < (3, 3):
+    if causal and VERSION < (3, 3):
         # Its compiler does not fail on the causal backward, it aborts the process.
         return "its kernels for causal order need Triton 3.3"
     if q.dtype not in _DTYPES or v.dtype not in _DTYPES:

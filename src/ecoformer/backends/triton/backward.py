@@ -22,6 +22,7 @@ from ecoformer.backends.triton.hashing import (
     store_tile,
     transposed_product,
 )
+from ecoformer.backends.triton.launching import Kernel
 from ecoformer.backends.triton.state import load_parts, load_state, store_state
 
 
@@ -145,6 +146,7 @@ def token_grad_tiles(
         tl.store(to_weight + sample * BITS + bit, to_mix, mask=(sample < M) & (bit < BITS))
 
 
+@Kernel
 @triton.jit
 def gather_grad(
     grad, grad_b, grad_h, grad_n, grad_c, codes, state, partial, n, heads, parts, span, beta,
@@ -167,6 +169,7 @@ def gather_grad(
     store_state(partial, to_sums, to_ones, to_total, 0.0, BITS, E, BB, BE)
 
 
+@Kernel
 @triton.jit
 def token_grad(
     grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c,
@@ -197,6 +200,7 @@ def token_grad(
     )  # fmt: skip
 
 
+@Kernel
 @triton.jit
 def attend_back(
     grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c,

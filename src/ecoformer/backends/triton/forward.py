@@ -20,6 +20,7 @@ from ecoformer.backends.triton.hashing import (
     store_tile,
     whole_product,
 )
+from ecoformer.backends.triton.launching import Kernel
 from ecoformer.backends.triton.state import load_parts, store_state
 
 
@@ -79,6 +80,7 @@ def read_tiles(
         store_tile(out, tile, start, n, out_n, out_c, E, BE, BLOCK)
 
 
+@Kernel
 @triton.jit
 def gather(
     x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n, codes, partial,
@@ -102,6 +104,7 @@ def gather(
     store_state(partial, sums, ones, total, count, BITS, E, BB, BE)
 
 
+@Kernel
 @triton.jit
 def read(
     codes, partial, state, out, out_b, out_h, out_n, out_c, n, heads, state_parts, parts, span, beta,
@@ -124,6 +127,7 @@ def read(
     )  # fmt: skip
 
 
+@Kernel
 @triton.jit
 def hash_and_read(
     x, x_b, x_h, x_n, x_c, codes, partial, state, out, out_b, out_h, out_n, out_c,
@@ -156,6 +160,7 @@ def hash_and_read(
         store_tile(out, tile, start, n, out_n, out_c, E, BE, BLOCK)
 
 
+@Kernel
 @triton.jit
 def attend(
     x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n, codes, state,

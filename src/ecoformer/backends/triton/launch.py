@@ -58,10 +58,10 @@ class Launches:
     """What all launches of one call share."""
 
     def __init__(self, call: Call) -> None:
-        self.q, self.k, self.v, mask, functions, self.beta, self.causal = call
+        self.q, self.k, self.v, mask, functions, beta, self.causal = call
         if not isinstance(functions, HashFunctions):
             raise TypeError("the Triton kernels take kernelised hash functions only")
-        v, beta = call.v, call.beta
+        v, self.beta = call.v, float(beta)
         self.functions = [x.contiguous() for x in functions]
         self.device = v.device
         self.heads, self.bits = v.shape[1], functions.weight.shape[-1]
@@ -72,7 +72,7 @@ class Launches:
         self.width = (self.bits + 1) * (v.shape[-1] + 1)
         self.exact = {"PIECES": 3 if v.dtype == torch.float32 else 2, "PRECISION": HASH_PRECISION}
         self.masked = {"MASKED": mask is not None}
-        whole = float(beta).is_integer() and beta >= 0 and self.bits + beta <= 256
+        whole = self.beta.is_integer() and beta >= 0 and self.bits + beta <= 256
         self.whole = {"WHOLE": whole}
         self.reading = {
             "E": v.shape[-1], "BITS": self.bits, "BE": padded(v.shape[-1]), "BB": padded(self.bits)

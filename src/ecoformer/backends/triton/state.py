@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ecoformer.backends.triton.launching import Kernel
+
 
 @triton.jit
 def store_state(
@@ -48,6 +50,7 @@ def load_parts(base, parts, BITS: tl.constexpr, E: tl.constexpr, BB: tl.constexp
     return sums, ones, total, count
 
 
+@Kernel
 @triton.jit
 def add_parts(parts_ptr, out, parts, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sum (groups, parts, width) over the parts, in a fixed order, to (groups, width)."""
@@ -63,6 +66,7 @@ def add_parts(parts_ptr, out, parts, width, ROWS: tl.constexpr, COLUMNS: tl.cons
     tl.store(out + group * width + columns, total, mask=columns < width)
 
 
+@Kernel
 @triton.jit
 def running_sums(states, steps, width, REVERSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Running sums along the middle axis of (groups, steps + 1, width), in place.
