@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 import yaml
+from torch._dynamo.utils import counters
 from training_runs import MASKED, PICTURES, PLAIN, in_child, outcome, recipe, whole
 from typer.testing import CliRunner
 
@@ -202,7 +203,9 @@ def test_evaluating_a_model_of_ones_own(tmp_path):
 def test_compiled(tmp_path):
     undropped = ["model.options.dropout=0.0"]  # compiled code draws otherwise
     chosen = recipe(MASKED, "compile=true", *undropped, folder=tmp_path)
+    counters.clear()
     result = train(chosen, tmp_path / "run", show=False)
+    assert counters["stats"]["unique_graphs"] == 1, "fitting and measuring are not compiled"
     plain = train(recipe(MASKED, *undropped, folder=tmp_path), tmp_path / "plain", show=False)
     assert result["test_loss"] == pytest.approx(plain["test_loss"], rel=1e-3)
 

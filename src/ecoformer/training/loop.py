@@ -94,9 +94,15 @@ class Trainer:
         return bare
 
     @property
+    def uncompiled(self) -> nn.Module:
+        """The model for all but training: other sizes of batches would have it compiled again and again."""
+        uncompiled: nn.Module = getattr(self.model, "_orig_mod", self.model)
+        return uncompiled
+
+    @property
     def tested(self) -> nn.Module:
         """The model that is measured and kept: the averaged one, if weights are averaged."""
-        tested: nn.Module = self.model if self.average is None else self.average.module
+        tested: nn.Module = self.uncompiled if self.average is None else self.average.module
         return tested
 
     def run(self) -> dict[str, float]:
@@ -222,7 +228,7 @@ class Trainer:
         self._count_time(training=True)
         inputs, _ = self.task.test_batch(*self.loader.samples(self.recipe.hashing.samples, epoch))
         fit_hashers(
-            self.model,
+            self.uncompiled,
             [inputs],
             samples=len(inputs),
             seed=seed_of(self.recipe.seed, epoch) % 2**31,
