@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from ecoformer.backends.fused import Call, HashFunctions
+from ecoformer.backends.triton.configs import capability
 from ecoformer.backends.triton.hashing import INTERPRETED
 from ecoformer.backends.triton.launch import forward, kept
 from ecoformer.backends.triton.launch_backward import backward
@@ -44,6 +45,6 @@ def _no_device(device: torch.device) -> str | None:
         return None if device.type == "cpu" else "Triton's interpreter runs on the CPU"
     if device.type != "cuda" or torch.version.hip is not None:
         return "it needs a CUDA device"
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if capability(device) < (8, 0):
         return "it needs a GPU of compute capability 8.0 or newer"
     return None

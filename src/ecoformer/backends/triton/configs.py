@@ -135,7 +135,13 @@ def _has_much_room(device: torch.device) -> bool:
     """Whether a program may take as much shared memory as on data-centre GPUs."""
     if device.type != "cuda":
         return True
-    return torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0), (10, 3))
+    return capability(device) in ((8, 0), (9, 0), (10, 0), (10, 3))
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """A CUDA device's compute capability."""
+    return torch.cuda.get_device_capability(device)
 
 
 @contextmanager
