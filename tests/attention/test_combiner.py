@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ecoformer.attention.combiner import CombinerAttention
+from ecoformer.attention.combiner import CombinerAttention, _highest
 from ecoformer.attention.registry import create_attention
 
 B, H, N, D = 2, 3, 37, 16
@@ -222,3 +222,17 @@ def test_by_name_and_bad_arguments():
     assert create_attention("combiner", 32, 2).block is None
     with pytest.raises(ValueError, match="block must be at least 1 or None, got 0"):
         CombinerAttention(32, 2, block=0)
+
+
+def test_compiled_gradients_in_half_precision():
+    """Compiled code keeps more digits of a sum than it stores: a maximum must not be looked for by its value."""
+
+    def loss(x, padding):
+        return _highest(x / 3, padding).float().sum()
+
+    x = torch.randn(1, 2, 3, 8, 16, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    padding = torch.zeros(1, 1, 3, 8, dtype=torch.bool)
+    (expected,) = torch.autograd.grad(loss(x, padding), x)
+    (found,) = torch.autograd.grad(torch.compile(loss)(x, padding), x)
+    assert torch.equal(found != 0, expected != 0)
+    torch.testing.assert_close(found, expected)

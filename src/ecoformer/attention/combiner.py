@@ -95,7 +95,9 @@ def _softmax(logits: Tensor, hidden: Tensor) -> Tensor:
 
 def _highest(x: Tensor, padding: Tensor) -> Tensor:
     """Maximum over each block's tokens, channel by channel; zero for a block of nothing but padding."""
-    highest = x.masked_fill(padding.unsqueeze(-1), -math.inf).amax(dim=-2)
+    # Not `amax`: its gradient looks for the maximum again, and compiled code, which keeps more digits of half
+    # precision than it stores, may not find it.
+    highest = x.masked_fill(padding.unsqueeze(-1), -math.inf).max(dim=-2).values
     return highest.masked_fill(padding.all(dim=-1, keepdim=True), 0)
 
 
