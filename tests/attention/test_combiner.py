@@ -225,7 +225,7 @@ def test_by_name_and_bad_arguments():
 
 
 def test_compiled_gradients_in_half_precision():
-    """Compiled code keeps more digits of a sum than it stores: a maximum must not be looked for by its value."""
+    """Compiled code computes with more digits than it stores: a maximum cannot be found again by value."""
 
     def loss(x, padding):
         return _highest(x / 3, padding).float().sum()

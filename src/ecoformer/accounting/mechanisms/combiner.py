@@ -44,10 +44,10 @@ def _prepare(h: Heads, padded: Heads) -> Counts:
 
 
 def _summaries(p: Heads, blocks: int) -> Counts:
-    """Each block's query and key are maxima; its value is their attention within the block."""
+    """Each block's query and key are maxima, with places; its value is their attention within the block."""
     n, t, flags = p.numbers, p.rows, p.batch * p.tokens
     one, marks = p.groups * blocks * p.channels, p.batch * blocks
-    highest = Counts(compare=2 * n, bytes=floats(n, n) + flags + floats(n, one))
+    highest = Counts(compare=2 * n, bytes=floats(n, n) + flags + floats(n, one) + 8 * one)
     highest += Counts(compare=flags + one, bytes=flags + marks + floats(one, one) + marks)
     weights = product(one, n, t, p.channels) + _masked_softmax(t, flags)
     return highest * 2 + weights + product(t, n, one, p.tokens // blocks)
