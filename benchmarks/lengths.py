@@ -10,7 +10,6 @@ CUDA graphs are timed besides plain calls, whose launches it hangs on.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from ecoformer.benchmarking.attention import MECHANISMS, bench_attention
 from ecoformer.benchmarking.crossover import find_crossover
 from ecoformer.benchmarking.operators import Setting
 from ecoformer.benchmarking.plot import plot_lengths
+from ecoformer.benchmarking.results import Run
 
 FIGURES = RESULTS.parent / "docs" / "figures"
 DRAWN = (1, 8, 64)
@@ -41,19 +41,16 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     name = f"lengths_{'gpu' if device.type == 'cuda' else device.type}"
-    picture = FIGURES / f"{name}.svg"
-    write_result(
-        name,
-        {
-            "lengths": drawn(device, options.graphs, options.seconds, picture),
-            "crossover": [
-                crossed(device, shape, backward, graphs)
-                for graphs in ([False, True] if options.graphs else [False])
-                for backward in (False, True)
-                for shape in CROSSED[device.type]
-            ],
-        },
-    )
+    run = timed(device, options.graphs, options.seconds)
+    crossover = [
+        crossed(device, shape, backward, graphs)
+        for graphs in ([False, True] if options.graphs else [False])
+        for backward in (False, True)
+        for shape in CROSSED[device.type]
+    ]
+    write_result(name, {"lengths": [row.to_dict() for row in run.rows], "crossover": crossover})
+    FIGURES.mkdir(exist_ok=True)
+    plot_lengths(run, FIGURES / f"{name}.svg")
 
 
 def setting(
@@ -64,12 +61,9 @@ def setting(
     return Setting((batch, heads, tokens, dim), dtype, device, backward=backward, graphs=graphs)
 
 
-def drawn(device: torch.device, graphs: bool, seconds: float, picture: Path) -> list[dict[str, Any]]:
+def timed(device: torch.device, graphs: bool, seconds: float) -> Run:
     settings = [setting(device, DRAWN, n, backward=False, graphs=graphs) for n in LENGTHS[device.type]]
-    run = bench_attention(settings, MECHANISMS, seconds=seconds, progress=print)
-    picture.parent.mkdir(exist_ok=True)
-    plot_lengths(run, picture)
-    return [row.to_dict() for row in run.rows]
+    return bench_attention(settings, MECHANISMS, seconds=seconds, progress=print)
 
 
 def crossed(

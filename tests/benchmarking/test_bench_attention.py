@@ -9,9 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from ecoformer import backends
 from ecoformer.attention import EcoAttention, PerformerAttention, SoftmaxAttention
-from ecoformer.benchmarking import checking, crossover
+from ecoformer.benchmarking import backends, checking, crossover
 from ecoformer.benchmarking.attention import MECHANISMS, bench_attention, draw_inputs
 from ecoformer.benchmarking.backends import forced
 from ecoformer.benchmarking.operators import Setting, build_layer, flash_linear_attention, operators_of
@@ -128,8 +127,14 @@ def test_what_does_not_fit_is_no_fault(monkeypatch):
     assert [row.mechanism for row in run.wrong] == ["eco"]
 
 
+def allow(monkeypatch, *names):
+    """Backends of these names, which can do everything."""
+    monkeypatch.setattr(backends, "available", lambda device: names)
+    monkeypatch.setattr(backends, "why_not", lambda *call: None)
+
+
 def test_every_backend_is_a_row(monkeypatch):
-    monkeypatch.setattr(backends, "available", lambda device: ["eager", "other"], raising=False)
+    allow(monkeypatch, "eager", "other")
     run = bench(mechanisms=("softmax", "eco", "performer"))
     assert [row.backend for row in run.rows] == ["sdpa", "eager", "other", "eager"]
 
@@ -143,7 +148,7 @@ def test_every_backend_runs_by_its_own_name(monkeypatch):
         with forced("eager"):
             return right(self, *args)
 
-    monkeypatch.setattr(backends, "available", lambda device: ["one", "two"], raising=False)
+    allow(monkeypatch, "one", "two")
     monkeypatch.setattr(EcoAttention, "attend", listening)
     bench()
     assert seen == {"one", "two", "eager"}  # eager is what both are held against

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("old_objects_left_alone")
 @pytest.fixture
 def cli(run, monkeypatch):
     """With one backend, whatever others this machine has."""
-    monkeypatch.setattr("ecoformer.backends.available", lambda device: ["eager"], raising=False)
+    monkeypatch.setattr("ecoformer.benchmarking.backends.available", lambda device: ["eager"])
     return partial(run, "bench")
 
 

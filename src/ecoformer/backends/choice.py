@@ -45,7 +45,12 @@ def _cannot_on(name: str, device: torch.device) -> str | None:
     x = torch.zeros(1, 1, 1, 16, device=device)
     row = torch.zeros(1, 1, device=device)
     functions = HashFunctions(x[0], row, row[0], torch.zeros(1, 1, 16, device=device))
-    return _cannot(name, False, *Call(x, None, x, None, functions, 2.0, False).flat())
+    return why_not(name, Call(x, None, x, None, functions, 2.0, False), False)
+
+
+def why_not(name: str, call: Call, needs_grad: bool) -> str | None:
+    """Why a call cannot be run by the fused backend `name`; None where it can."""
+    return _cannot(name, needs_grad, *call.flat())
 
 
 def pick(call: Call, needs_grad: bool) -> str:
@@ -57,7 +62,7 @@ def pick(call: Call, needs_grad: bool) -> str:
     if wanted == "eager":
         return wanted
     for name in _preferred(call.q.device) if wanted is None else (wanted,):
-        reason = _cannot(name, needs_grad, *call.flat())
+        reason = why_not(name, call, needs_grad)
         if reason is None:
             return name
         if wanted is not None:

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from ecoformer import backends
+from ecoformer.backends.choice import VARIABLE, available, why_not
+from ecoformer.backends.fused import Call
+from ecoformer.hashing import Hasher
 
-VARIABLE = "ECOFORMER_BACKEND"
+
+def hashed_backends(hashers: Iterable[Hasher], device: torch.device, needs_grad: bool) -> list[str]:
+    """Names of the backends that run layers with these hashers on `device` and do not leave it to eager."""
+    calls = [_smallest_call(hasher, device) for hasher in hashers]
+    return [name for name in available(device) if name == "eager" or _runs(name, calls, needs_grad)]
 
 
-def hashed_backends(device: torch.device) -> list[str]:
-    """Names of the backends that run on `device`."""
-    listed = getattr(backends, "available", None)
-    return ["eager"] if listed is None else list(listed(device))
+def _runs(name: str, calls: list[Call | None], needs_grad: bool) -> bool:
+    return all(call is not None and why_not(name, call, needs_grad) is None for call in calls)
+
+
+def _smallest_call(hasher: Hasher, device: torch.device) -> Call | None:
+    functions = hasher.functions()
+    if functions is None:
+        return None
+    token = torch.zeros(1, hasher.num_heads, 1, hasher.head_dim, device=device)
+    return Call(token, None, token, None, functions, 2.0, False)
 
 
 @contextmanager

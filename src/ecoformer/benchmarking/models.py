@@ -126,11 +126,12 @@ def _contestants(model: nn.Module, name: str, load: Load, device: torch.device) 
     made = made.to(device).train(load.train)
     if load.channels_last:
         made = made.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if hashers_of(made):
+    if hashers := hashers_of(made):
         # Small images have too few tokens for the support samples, large ones take long to pair.
         samples = 2 if load.make(1).numel() > 20_000 else 16
         fit_hashers(made, [load.make(samples).to(device)], samples=samples, options=QUICK_FIT, progress=False)
-        return [Contestant(name, backend, made, backend) for backend in hashed_backends(device)]
+        able = hashed_backends(hashers.values(), device, load.train)
+        return [Contestant(name, backend, made, backend) for backend in able]
     return [Contestant(name, {"softmax": "sdpa", "explicit": "N x N matrix"}.get(name, "eager"), made)]
 
 

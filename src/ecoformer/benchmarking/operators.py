@@ -123,7 +123,8 @@ def _hashed(layer: HashedAttention, setting: Setting) -> list[Operator]:
         against = "the reference in fp64" + ("" if sliced else ", by way of eager")
         return Operator(layer.name, backend, call, truth, against, whole, layer.shared_qk, sliced=sliced)
 
-    made = [operator(name, _in_backend(name, plain)) for name in hashed_backends(setting.device)]
+    able = hashed_backends([layer.hasher], setting.device, setting.backward)
+    made = [operator(name, _in_backend(name, plain)) for name in able]
     if setting.compiled:
         # Every length would be compiled anew, so that it is checked at its own only.
         made.append(operator("eager, compiled", _in_backend("eager", compiled(plain)), sliced=False))
