@@ -5,7 +5,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = " ".join((ROOT / "docs" / "kernels.md").read_text().split())
-FIGURES = json.loads((ROOT / "results" / "cpu_kernels.json").read_text())["figures"]
+
+
+def figures(name):
+    return json.loads((ROOT / "results" / f"{name}.json").read_text())["figures"]
+
+
+FIGURES = figures("cpu_kernels")
 
 
 def test_times_of_attention():
@@ -26,3 +32,13 @@ def test_whole_models():
         cells = [f"{here[name]['images_per_s']:.1f}" for name in order]
         words = f"batch {batch}, channels {'last' if last else 'first'}"
         assert f"| {words} | {' | '.join(cells)} | {here['cpu']['ratio_to_sdpa']:.2f} |" in PAGE
+
+
+def test_crossover():
+    found = figures("lengths_cpu")["crossover"]
+    for row in found:
+        assert row["backend"] == ("eager" if row["backward"] else "cpu")
+    rows = {(row["batch"], row["heads"], row["channels"], row["backward"]): row["tokens"] for row in found}
+    for shape in {key[:3] for key in rows}:
+        assert f"| {', '.join(map(str, shape))} | {rows[*shape, False]} | {rows[*shape, True]} |" in PAGE
+    assert (ROOT / "docs" / "figures" / "lengths_cpu.svg").is_file()
