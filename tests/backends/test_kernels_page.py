@@ -38,7 +38,9 @@ def test_crossover():
     found = figures("lengths_cpu")["crossover"]
     for row in found:
         assert row["backend"] == ("eager" if row["backward"] else "cpu")
-    rows = {(row["batch"], row["heads"], row["channels"], row["backward"]): row["tokens"] for row in found}
-    for shape in {key[:3] for key in rows}:
-        assert f"| {', '.join(map(str, shape))} | {rows[*shape, False]} | {rows[*shape, True]} |" in PAGE
+    lengths = {}
+    for row in found:
+        lengths.setdefault((row["batch"], row["heads"], row["channels"]), {})[row["backward"]] = row["tokens"]
+    for shape, tokens in lengths.items():
+        assert f"| {', '.join(map(str, shape))} | {tokens[False]} | {tokens[True]} |" in PAGE
     assert (ROOT / "docs" / "figures" / "lengths_cpu.svg").is_file()
