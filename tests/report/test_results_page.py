@@ -61,6 +61,33 @@ def test_fine_tuning_is_shown_as_measured():
     assert f"within {100 * gap:.2f} points" in PAGE
 
 
+def test_runs_that_were_cut_short():
+    courses = json.loads((ROOT / "results" / "cifar100_second.json").read_text())["figures"]["unfinished"]
+    header = re.search(r"^\| epoch of 30 \| (.*) \|$", PAGE, re.MULTILINE).group(1).split(" | ")
+    assert set(header) == set(courses)
+    for epoch in ("15", "20", "25"):
+        cells = [f"{100 * courses[name][epoch]:.2f} %" if epoch in courses[name] else "" for name in header]
+        assert f"| {epoch} | {' | '.join(cells)} |".replace("  ", " ") in PAGE
+    first = {row["label"]: row["course"]["25"] for row in rows_of("cifar100")}
+    gaps = [100 * (of["softmax"] - of["eco"]) for of in (first, {n: courses[n].get("25") for n in courses})]
+    said = re.search(
+        r"eco is ([\d.]+) points behind softmax with this seed, where it was ([\d.]+)", " ".join(PAGE.split())
+    )
+    assert said.groups() == (f"{gaps[1]:.1f}", f"{gaps[0]:.1f}")
+
+
+def test_fine_tuning_at_224_pixels():
+    figures = json.loads((ROOT / "results" / "cifar100_224.json").read_text())["figures"]
+    rows = {row["label"]: row for row in figures["rows"]}
+    for label, row in rows.items():
+        assert f"| {label} | {100 * row['accuracy']:.2f} % | {row['energy_pj'] / 1e9:.2f} mJ |" in PAGE
+    gap = 100 * (rows["softmax"]["accuracy"] - rows["eco"]["accuracy"])
+    saved = 100 * (1 - rows["eco"]["energy_pj"] / rows["softmax"]["energy_pj"])
+    assert f"That is {gap:.2f} points for a saving of {saved:.0f} %." in PAGE
+    assert f"({100 * figures['start']['accuracy']:.2f} %)" in PAGE
+    assert f"{100 * figures['unfinished']['eco, teacher.weight=0']['4']:.2f} % after 4 epochs" in PAGE
+
+
 def test_reviews_stand_beside_the_printed_figures():
     with (PRINTED / "long_range_arena.csv").open() as file:
         paper = {
