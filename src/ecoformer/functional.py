@@ -89,11 +89,12 @@ def eco_attention(
             'use sigma="stored" with is_causal=True'
         )
     k = None if k is q else k
-    if group is None and bias == "paper" and not (_transforming() or _watched()):
+    if group is None and not (_transforming() or _watched()):
         functions = hasher.functions()
         if functions is not None:
             beta = float(bias_value(bias, functions.weight.shape[-1]))
-            out = _fused(fused.Call(q, k, v, key_padding_mask, functions, beta, is_causal))
+            own_value = bias == "official"
+            out = _fused(fused.Call(q, k, v, key_padding_mask, functions, beta, is_causal, own_value))
             if out is not None:
                 return out
     codes_k = hasher(q if k is None else k, key_padding_mask)
@@ -122,7 +123,7 @@ def _fused(call: fused.Call) -> Tensor | None:
 
 def _regular(call: fused.Call) -> bool:
     """Whether the arguments are what fused backends take; what is wrong with others, eager's checks say."""
-    q, k, v, mask, functions, _, causal = call
+    q, k, v, mask, functions, _, causal, own_value = call
     keys = q if k is None else k
     if not q.ndim == keys.ndim == v.ndim == 4 or not (q.numel() and v.numel() and keys.numel()):
         return False
@@ -131,7 +132,7 @@ def _regular(call: fused.Call) -> bool:
     batch, heads, tokens, _ = v.shape
     if keys.shape != (batch, heads, tokens, dim) or heads != weight.shape[0] or weight.shape[2] > 64:
         return False
-    if k is not None and (q.shape[:2] != (batch, heads) or q.shape[3] != dim):
+    if k is not None and (own_value or q.shape[:2] != (batch, heads) or q.shape[3] != dim):
         return False
     if causal and q.shape[2] != tokens:
         return False

@@ -98,7 +98,6 @@ def _replaced() -> Attention:
 
 
 REFUSED = {
-    'bias="official"': lambda: ecoformer.EcoAttention(12, 3, bias="official"),
     'sigma="input"': lambda: ecoformer.EcoAttention(12, 3, sigma="input"),
     "the kernels do not know SignHasher": lambda: ecoformer.create_attention("bi_eco", 12, 3),
     "more than 64 bits": lambda: ecoformer.create_attention("lsh_eco", 12, 3, bits=65),
@@ -228,9 +227,9 @@ def test_on_the_command_line(run: Any) -> None:
     _, out, _ = run(*on_cpu, "--attention", "eco")
     assert out.startswith("PyramidVisionTransformerV2, exact accounting, cpu backend, energy fp32-45nm: ")
     assert " lookup " in out.splitlines()[1]
-    status, out, _ = run(*on_cpu, "--compare", "softmax,eco", "--set", "bias=official")
+    status, out, _ = run(*on_cpu, "--compare", "softmax,eco", "--set", "sigma=input")
     assert status == 0
-    assert 'counted as eager (eco): stages.0.blocks.0.attn.attention (bias="official"), ' in out
+    assert 'counted as eager (eco): stages.0.blocks.0.attn.attention (sigma="input"), ' in out
     _, out, _ = run(*on_cpu, "--attention", "eco", "--sweep", "bits=8,16", "--json")
     few, many = json.loads(out)
     assert 0 < few["lookup"] < many["lookup"]

@@ -28,9 +28,11 @@ def make_call(
     causal=False,
     whole=False,
     planes=False,
+    own=False,
     seed=0,
 ) -> Call:
-    """`queries` makes it cross attention; `whole` gives values of whole numbers, whose sums are exact."""
+    """`queries` makes it cross attention; `whole` gives values of whole numbers, whose sums are exact;
+    `own` is the released code's bias."""
     g = torch.Generator().manual_seed(seed)
     functions: Functions
     if planes:
@@ -48,7 +50,8 @@ def make_call(
     if masked:
         mask = torch.rand(batch, n, generator=g) < 0.4
         mask[0] = True
-    return Call(q, k, v, mask, functions, float(bias_value("paper", bits)), causal)
+    beta = bias_value("official" if own else "paper", bits)
+    return Call(q, k, v, mask, functions, float(beta), causal, own)
 
 
 def steady(shape: tuple[int, ...], functions: Functions, g: torch.Generator) -> Tensor:
@@ -76,4 +79,5 @@ def truth(call: Call, dtype: torch.dtype = torch.float64) -> Tensor:
     hq = codes_of(call.q, call.functions).to(dtype)
     hk = hq if call.k is None else codes_of(call.k, call.functions).to(dtype)
     mask = None if call.mask is None else call.mask[:, None]
-    return reference.hash_attention(hq, hk, call.v.to(dtype), mask, call.causal)
+    bias = "official" if call.own_value else "paper"
+    return reference.hash_attention(hq, hk, call.v.to(dtype), mask, call.causal, bias)

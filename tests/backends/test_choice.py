@@ -79,19 +79,21 @@ def test_the_module_gives_the_same_by_both(monkeypatch, ran):
     layer = ecoformer.EcoAttention(32, 4).eval().requires_grad_(False)
     layer.hasher.fit(torch.randn(2, 4, 60, 8), options=QUICK)
     x, mask = torch.randn(3, 65, 32), torch.rand(3, 65) < 0.3
-    for options in ({}, {"key_padding_mask": mask}, {"is_causal": True}):
-        ours = layer(x, **options)
-        monkeypatch.setenv("ECOFORMER_BACKEND", "eager")
-        torch.testing.assert_close(ours, layer(x, **options))
-        monkeypatch.delenv("ECOFORMER_BACKEND")
-    assert ran == ["cpu"] * 3
+    for bias in ("paper", "official"):
+        layer.bias = bias
+        for options in ({}, {"key_padding_mask": mask}, {"is_causal": True}):
+            ours = layer(x, **options)
+            monkeypatch.setenv("ECOFORMER_BACKEND", "eager")
+            torch.testing.assert_close(ours, layer(x, **options))
+            monkeypatch.delenv("ECOFORMER_BACKEND")
+    assert ran == ["cpu"] * 6
 
 
 def test_what_is_not_covered_takes_the_single_steps(hasher, tokens, ran):
     leaf = tokens.clone().requires_grad_()
     eco_attention(leaf, tokens, hasher).sum().backward()
     assert leaf.grad.abs().sum() > 0
-    eco_attention(tokens, tokens, hasher, bias="official")
+    eco_attention(tokens, tokens, hasher, k=tokens.clone(), bias="official")
     eco_attention(tokens.double(), tokens.double(), copy.deepcopy(hasher).double())
     for options in ({"sigma": "input"}, {"surrogate": "sigmoid"}, {"sign_of_zero": 0}):
         other = KernelHasher(2, 8, 16, 5, **options).fit(tokens, options=QUICK)

@@ -145,7 +145,7 @@ def table_row(y, y0, base, base0, x, x0, length, scale):
 
 
 def read_rows(y, y0, table, rows, number, length, by):
-    y.put(y0, sum(table.row(row, length) for row in rows) / np.float32(by))
+    y.put(y0, sum(table.row(row, length) for row in rows[:number]) / np.float32(by))
     count(lookup=number * length, add=number * length, mul=length)
 
 
@@ -203,8 +203,19 @@ def run_counting(kernels, call):
     def place(x):
         return [x.data_ptr(), *x.stride()[:3]]
 
-    numbers = [batch, heads, tokens, tokens, dim, channels, samples, bits, digit, 1, int(call.beta)]
-    numbers += [*place(call.q), 0, *call.q.stride()[:3], *place(call.v), *place(out), 0, 0, 0]
+    numbers = [batch, heads, tokens, tokens, dim, channels, samples, bits, digit, 1]
+    numbers += [
+        int(call.beta),
+        int(call.own_value),
+        *place(call.q),
+        0,
+        *call.q.stride()[:3],
+        *place(call.v),
+        *place(out),
+        0,
+        0,
+        0,
+    ]
     numbers += [0, 0, 0] * planes + [x.data_ptr() for x in call.functions] + [0, 0, 0]
     problem, layout = array("q", numbers), array("q", at)
     scratch = torch.zeros(at.end + (1 << 12), dtype=torch.uint8)
@@ -224,14 +235,14 @@ def run_counting(kernels, call):
     ],
     ids=str,
 )
-def test_the_formula_counts_what_the_kernels_do(size, counting_kernels):
-    call = make_call(**{"dim": 16, "batch": 2, "heads": 2} | size)
+@pytest.mark.parametrize("own", [False, True], ids=["all values", "own value"])
+def test_the_formula_counts_what_the_kernels_do(size, own, counting_kernels):
+    call = make_call(**{"dim": 16, "batch": 2, "heads": 2} | size, own=own)
     out = run_counting(counting_kernels, call)
     torch.testing.assert_close(out, truth(call).float(), rtol=1e-4, atol=1e-5)
     batch, heads, tokens, dim = call.q.shape
-    formula = operator(
-        Heads(batch, heads, tokens, dim), size["bits"], size.get("samples", 25 * ("planes" not in size))
-    )
+    samples = size.get("samples", 25 * ("planes" not in size))
+    formula = operator(Heads(batch, heads, tokens, dim), size["bits"], samples, own_value=own)
     expected = {kind: number for kind, number in formula.to_dict().items() if number and kind != "bytes"}
     assert dict(counted) == expected
 
@@ -251,4 +262,4 @@ def test_a_layer_moves_fewer_bytes_than_in_single_steps():
     assert fused.bytes < single.bytes / 5
     assert fused.lookup == 2 * 2 * 3136 * 64
     with pytest.raises(ValueError, match="do not compute this layer"):
-        eco_on_cpu(ecoformer.EcoAttention(64, 2, bias="official"), 1, 10)
+        eco_on_cpu(ecoformer.EcoAttention(64, 2, sigma="input"), 1, 10)

@@ -110,7 +110,7 @@ def make(case, dtype=torch.float32, seed=0):
 
 def plain(call):
     """Eager PyTorch with gradients: the same steps, in the dtype of the inputs."""
-    q, k, v, mask, functions, beta, causal = call
+    q, k, v, mask, functions, beta, causal, _ = call
 
     def hashed(x):
         wide = x if x.dtype == torch.float64 else x.float()
@@ -409,6 +409,7 @@ def test_what_it_cannot_do(kernels, monkeypatch):
     wide = call.functions._replace(weight=torch.zeros(2, 25, 65, device=DEVICE))
     assert "bits" in reason(functions=wide)
     assert reason(k=None, causal=True) is None
+    assert "own value" in reason(k=None, own_value=True)
     monkeypatch.setattr(kernels, "VERSION", (3, 2))
     assert "Triton 3.3" in reason(k=None, causal=True)
     assert reason() is None

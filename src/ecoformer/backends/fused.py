@@ -71,12 +71,15 @@ class Call(NamedTuple):
     beta: float
     """What is added to the product of two codes."""
     causal: bool
+    own_value: bool = False
+    """Above, beta multiplies the query's own value, zero for padding, and not the sum of all: the released
+    code's form. Queries are the keys then."""
 
     def flat(self) -> tuple[Any, ...]:
-        """Eight tensors or None, beta and causal, as the operators take them."""
-        q, k, v, mask, functions, beta, causal = self
+        """Eight tensors or None, beta, causal and own_value, as the operators take them."""
+        q, k, v, mask, functions, *rest = self
         planes = isinstance(functions, Hyperplanes)
-        return (q, k, v, mask, *((None, None, None) if planes else ()), *functions, beta, causal)
+        return (q, k, v, mask, *((None, None, None) if planes else ()), *functions, *rest)
 
     @classmethod
     def of(
@@ -91,11 +94,13 @@ class Call(NamedTuple):
         weight: Tensor,
         beta: float,
         causal: bool,
+        own_value: bool,
     ) -> Call:
         """The call that `flat` laid out."""
-        if support is None or mean is None or sigma is None:
-            return cls(q, k, v, mask, Hyperplanes(weight), beta, causal)
-        return cls(q, k, v, mask, HashFunctions(support, mean, sigma, weight), beta, causal)
+        functions: Functions = Hyperplanes(weight)
+        if support is not None and mean is not None and sigma is not None:
+            functions = HashFunctions(support, mean, sigma, weight)
+        return cls(q, k, v, mask, functions, beta, causal, own_value)
 
 
 class Fused(Protocol):
@@ -151,15 +156,16 @@ def empty_out(q: Tensor, v: Tensor) -> Tensor:
 
 def plain(call: Call) -> Tensor:
     """The same in plain PyTorch."""
-    q, k, v, mask, functions, beta, causal = call
+    q, k, v, mask, functions, beta, causal, own_value = call
     with eager.full_precision(v.device):
         hq = codes(q, functions)
         hk = hq if k is None else codes(k, functions)
         bits = hq.shape[-1]
         wide = None if mask is None else mask[:, None].expand(v.shape[:-1])
         if causal:
-            return eager.causal(hq, hk, v, wide, None, bits, beta, False)
-        return eager.read(hq, eager.sums(hk, v, wide, bits), None, bits, beta, v.dtype)
+            return eager.causal(hq, hk, v, wide, None, bits, beta, own_value)
+        own = eager.without(wide, v) if own_value else None
+        return eager.read(hq, eager.sums(hk, v, wide, bits), own, bits, beta, v.dtype)
 
 
 def run(name: str, call: Call, needs_grad: bool) -> Tensor:
@@ -201,7 +207,7 @@ def _kept(name: str, call: Call) -> list[Tensor]:
     "ecoformer::eco_attention",
     mutates_args=(),
     schema="(Tensor q, Tensor? k, Tensor v, Tensor? mask, Tensor? support, Tensor? mean, Tensor? sigma, "
-    "Tensor weight, float beta, bool causal, str backend) -> (Tensor, Tensor[])",
+    "Tensor weight, float beta, bool causal, bool own_value, str backend) -> (Tensor, Tensor[])",
 )
 def eco_attention(*arguments: Any) -> tuple[Tensor, list[Tensor]]:
     """Tokens to output by the named backend, and what its backward wants; where it cannot run, eager does."""
@@ -217,7 +223,7 @@ def _(*arguments: Any) -> tuple[Tensor, list[Tensor]]:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]]) -> None:
-    *tensors, ctx.beta, ctx.causal, ctx.backend = inputs
+    *tensors, ctx.beta, ctx.causal, ctx.own_value, ctx.backend = inputs
     ctx.save_for_backward(*tensors, *output[1])
 
 
@@ -228,7 +234,7 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> Grads:
 def _gradients(ctx: Any, grad: Tensor, backward: Callable[..., list[Tensor]]) -> Grads:
     """Of all inputs of the operator, by the operator's backward or by the function that it calls."""
     tensors = ctx.saved_tensors
-    flat, saved = (*tensors[:8], ctx.beta, ctx.causal), list(tensors[8:])
+    flat, saved = (*tensors[:8], ctx.beta, ctx.causal, ctx.own_value), list(tensors[8:])
     asked = ctx.needs_input_grad
     needs = [asked[0], asked[1], asked[2], asked[7]]
     if isinstance(load(ctx.backend), str):
@@ -236,7 +242,7 @@ def _gradients(ctx: Any, grad: Tensor, backward: Callable[..., list[Tensor]]) ->
     else:
         found = backward(grad, *flat, ctx.backend, saved, needs)
     to_q, to_k, to_v, to_weight = (x if needed else None for x, needed in zip(found, needs, strict=True))
-    return to_q, to_k, to_v, None, None, None, None, to_weight, None, None, None
+    return to_q, to_k, to_v, None, None, None, None, to_weight, None, None, None, None
 
 
 eco_attention.register_autograd(_backward, setup_context=_setup)
@@ -278,8 +284,8 @@ eco_attention_backward = torch.library.custom_op(
     _backward_by,
     mutates_args=(),
     schema="(Tensor grad, Tensor q, Tensor? k, Tensor v, Tensor? mask, Tensor? support, Tensor? mean, "
-    "Tensor? sigma, Tensor weight, float beta, bool causal, str backend, Tensor[] saved, bool[] needs) "
-    "-> Tensor[]",
+    "Tensor? sigma, Tensor weight, float beta, bool causal, bool own_value, str backend, Tensor[] saved, "
+    "bool[] needs) -> Tensor[]",
 )
 
 

@@ -23,7 +23,9 @@ def eco_on_cpu(layer: HashedAttention, batch: int, tokens: int) -> Counts:
     if why is not None:
         raise ValueError(f"the CPU kernels do not compute this layer: {why}")
     h = Heads.of(layer, batch, tokens)
-    return around(layer, h, None) + operator(h, layer.hasher.bits, samples_of(layer))
+    return around(layer, h, None) + operator(
+        h, layer.hasher.bits, samples_of(layer), own_value=layer.bias == "official"
+    )
 
 
 def refusal(layer: HashedAttention) -> str | None:
@@ -31,8 +33,6 @@ def refusal(layer: HashedAttention) -> str | None:
     hasher = layer.hasher
     if type(layer).attend is not HashedAttention.attend:
         return f"{type(layer).__name__} attends in its own way"
-    if layer.bias != "paper":
-        return f'bias="{layer.bias}"'
     if not isinstance(hasher, (KernelHasher, LshHasher)):
         return f"the kernels do not know {type(hasher).__name__}"
     if not hasher.token_wise:
@@ -49,12 +49,15 @@ def samples_of(layer: HashedAttention) -> int:
     return layer.hasher.support if isinstance(layer.hasher, KernelHasher) else 0
 
 
-def operator(h: Heads, bits: int, samples: int) -> Counts:
-    """From tokens to output; `samples` is m, or 0 for plain hyperplanes."""
+def operator(h: Heads, bits: int, samples: int, *, own_value: bool = False) -> Counts:
+    """From tokens to output; `samples` is m, or 0 for plain hyperplanes; `own_value` as in the fused call."""
     digit = digit_of(bits, h.channels, h.tokens)
     of_codes = hashing(h, bits, samples)
-    moved = Counts(bytes=floats(3 * h.numbers, h.heads * _numbers_of_functions(h.channels, bits, samples)))
-    return of_codes + sums(h, bits, digit) + tables(h, bits, digit) + read(h, bits, digit) + moved
+    passes = 4 if own_value else 3  # values are read twice
+    functions = h.heads * _numbers_of_functions(h.channels, bits, samples)
+    moved = Counts(bytes=floats(passes * h.numbers, functions))
+    written = tables(h, bits, digit, own_value=own_value) + read(h, bits, digit, own_value=own_value)
+    return of_codes + sums(h, bits, digit) + written + moved
 
 
 def _numbers_of_functions(dim: int, bits: int, samples: int) -> int:
@@ -85,20 +88,21 @@ def sums(h: Heads, bits: int, digit: int) -> Counts:
     return token * h.rows + fold * (h.groups * -(-h.tokens // STRETCH))
 
 
-def tables(h: Heads, bits: int, digit: int) -> Counts:
-    """A row for every value of every digit, and the bias on those of the first."""
+def tables(h: Heads, bits: int, digit: int, *, own_value: bool = False) -> Counts:
+    """A row for every value of every digit, and the bias on those of the first, unless it is the queries'."""
     wide, widths = padded(h.channels), _widths(bits, digit)
-    total = Counts(mul=1) + mac(wide) * (1 << widths[0])
+    total = Counts(mul=1) if own_value else Counts(mul=1) + mac(wide) * (1 << widths[0])
     for width in widths:
         first = (mac(wide) + Counts(add=1)) * width
         total += first + (mac(wide) + mac(1)) * ((1 << width) - 1)
     return total * h.groups
 
 
-def read(h: Heads, bits: int, digit: int) -> Counts:
-    """A row a digit for every token, and the division."""
+def read(h: Heads, bits: int, digit: int, *, own_value: bool = False) -> Counts:
+    """A row a digit for every token, its own value where that is the bias, and the division."""
     row = Counts(lookup=h.channels, add=h.channels + 1)
-    return (row * digits(bits, digit) + Counts(mul=h.channels)) * h.rows
+    own = mac(h.channels) + Counts(lookup=h.channels, add=h.channels) if own_value else Counts()
+    return (row * digits(bits, digit) + own + Counts(mul=h.channels)) * h.rows
 
 
 def _widths(bits: int, digit: int) -> list[int]:

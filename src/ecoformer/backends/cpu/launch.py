@@ -77,7 +77,7 @@ def attend(call: Call) -> Tensor:
     plan = _plan(groups, n_queries, n_keys, dim, channels, samples, bits, 1 if call.causal else threads)
     shared = _shared(groups, n_keys, channels, bits, plan.pieces) if plan.pieces > 1 else None
     numbers = [batch, heads, n_queries, n_keys, dim, channels, samples, bits, plan.digit, plan.pieces]
-    numbers += [int(call.beta), *_place(q), *_place(keys), *_place(v), *_place(out)]
+    numbers += [int(call.beta), int(call.own_value), *_place(q), *_place(keys), *_place(v), *_place(out)]
     numbers += [0, 0, 0] if mask is None else [mask.data_ptr(), *mask.stride()]
     numbers += ([] if samples else [0, 0, 0]) + [x.data_ptr() for x in tensors]
     numbers += [0, 0, 0] if shared is None else [x.data_ptr() for x in shared]

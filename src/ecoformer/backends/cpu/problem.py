@@ -37,6 +37,8 @@ class Problem(NamedTuple):
     pieces: int
     """Into how many parts the tokens of a head are split."""
     beta: int
+    own_value: int
+    """1 where beta multiplies a query's own value above, and not the sum of all."""
     q: int
     q_batch: int
     q_head: int
@@ -156,7 +158,7 @@ def places(dim: int, channels: int, samples: int, bits: int, digit: int, keys: i
     denominators = rows
     tallies = denominators + rows
     wheres = tallies + padded(bits + 2)
-    codes = wheres + padded(digits(bits, digit))
+    codes = wheres + padded(digits(bits, digit) + 1)  # a row a digit, and a query's own
     end = integers * 4 + (codes + tokens) * 8 + tokens
     return Places(
         0,

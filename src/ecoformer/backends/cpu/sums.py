@@ -129,7 +129,8 @@ def tabulate(
     p: Problem, at: Places, room: Any, whole: Any, sums: Any, sums0: int, tallies: Any, tally: int
 ) -> None:
     """Tables of numerators and denominators: a digit's first row has all its bits at -1, each bit adds twice
-    its sum. The bias, far larger than the rest, joins the first digit's rows last, which rounds it once.
+    its sum. The bias, far larger than the rest, joins the first digit's rows last, which rounds it once; that
+    of a query's own value is left to the query.
     """
     wide = _padded(p.channels)
     for g in range(_digits(p.bits, p.digit)):
@@ -150,7 +151,7 @@ def tabulate(
                 to = base + (low + half) * wide
                 table_row(room, to, room, base + low * wide, sums, sums0 + bit * wide, wide, float32(2))
                 whole[below + low + half] = whole[below + low] + 2 * tallies[tally + bit]
-        if g == 0:
+        if g == 0 and not p.own_value:
             for row in range(int64(1) << count):
                 to = base + row * wide
                 table_row(room, to, room, to, sums, sums0 + p.bits * wide, wide, float32(p.beta))
@@ -177,6 +178,8 @@ def scatter(
     start = batch * p.q_batch + head * p.q_head
     broken = tallies[tally + p.bits + 1] != 0
     nobody = tallies[tally + p.bits] == 0
+    for i in range(_padded(p.channels)):
+        room[at.row + _padded(p.channels) + i] = _ZERO
     for begin in range(first, last, BLOCK):
         count = min(BLOCK, last - begin)
         at_code = int64(to + begin)
@@ -203,10 +206,11 @@ def _read(
     nobody: bool,
     broken: bool,
 ) -> None:
-    out = floats(p.out)
+    out, values = floats(p.out), floats(p.v)
     out0 = batch * p.out_batch + head * p.out_head
+    v0, mask0 = batch * p.v_batch + head * p.v_head, batch * p.mask_batch
     wide, number, low = _padded(p.channels), _digits(p.bits, p.digit), (int64(1) << p.digit) - 1
-    rows = whole[at.rows : at.rows + number]
+    rows = whole[at.rows : at.rows + number + 1]
     for t in range(count):
         code = codes[to + t]
         below = int64(0)
@@ -216,4 +220,10 @@ def _read(
             below += whole[at.denominators + row]
         by = float32(1) if nobody else float32(below)
         by = float32(np.nan) if broken or nans[to + t] else by
-        read_rows(out, out0 + (begin + t) * p.out_token, room, rows, number, p.channels, by)
+        taken = number
+        if p.own_value and not (p.mask and octets(p.mask)[mask0 + (begin + t) * p.mask_token]):
+            value = v0 + (begin + t) * p.v_token
+            table_row(room, at.row, room, at.row + wide, values, value, p.channels, float32(p.beta))
+            rows[number] = at.row
+            taken = number + 1
+        read_rows(out, out0 + (begin + t) * p.out_token, room, rows, taken, p.channels, by)

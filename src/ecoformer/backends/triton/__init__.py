@@ -23,9 +23,11 @@ _WIDEST, _MOST = 128, 64
 
 def cannot(call: Call, *, needs_grad: bool) -> str | None:
     """Why the kernels cannot run, in a few words; None where they can."""
-    q, k, v, _, functions, _, causal = call
+    q, k, v, _, functions, _, causal, own_value = call
     if not isinstance(functions, HashFunctions):
         return "it has no kernel for hash functions by hyperplanes"
+    if own_value:
+        return "it has no kernel for a bias that is a query's own value"
     if causal and k is not None:
         return "it has no kernel for causal order with keys of their own"
     if causal and VERSION < (3, 3):

@@ -58,7 +58,7 @@ class Launches:
     """What all launches of one call share."""
 
     def __init__(self, call: Call) -> None:
-        self.q, self.k, self.v, mask, functions, beta, self.causal = call
+        self.q, self.k, self.v, mask, functions, beta, self.causal, _ = call
         if not isinstance(functions, HashFunctions):
             raise TypeError("the Triton kernels take kernelised hash functions only")
         v, self.beta = call.v, float(beta)
