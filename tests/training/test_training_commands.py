@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import accelerate
 import pytest
 import torch
 import yaml
@@ -199,13 +200,22 @@ def test_evaluating_a_model_of_ones_own(tmp_path):
     assert evaluate(Right(), chosen, splits)["accuracy"] == 1.0
 
 
+def test_only_training_steps_are_compiled(tmp_path, monkeypatch):
+    """By the tracer alone: code for it would take a minute."""
+    real = accelerate.Accelerator
+    traced = lambda **options: real(**options | {"dynamo_backend": "eager"})  # noqa: E731
+    monkeypatch.setattr(accelerate, "Accelerator", traced)
+    torch._dynamo.reset()
+    counters.clear()
+    train(recipe(MASKED, "compile=true", "ema=0", folder=tmp_path), tmp_path / "run", show=False)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.slow
 def test_compiled(tmp_path):
     undropped = ["model.options.dropout=0.0"]  # compiled code draws otherwise
     chosen = recipe(MASKED, "compile=true", *undropped, folder=tmp_path)
-    counters.clear()
     result = train(chosen, tmp_path / "run", show=False)
-    assert counters["stats"]["unique_graphs"] == 1, "fitting and measuring are not compiled"
     plain = train(recipe(MASKED, *undropped, folder=tmp_path), tmp_path / "plain", show=False)
     assert result["test_loss"] == pytest.approx(plain["test_loss"], rel=1e-3)
 
