@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ecoformer.arguments import one_line
 
 
 @contextmanager
@@ -37,18 +40,60 @@ def without_fast_path() -> Iterator[None]:
 def run_on_meta(model: nn.Module, example: Any) -> None:
     """Run `model` on shapes alone; its weights stay where they are.
 
-    `example` is the input's shape, an input, or keyword arguments. Weights keep `requires_grad`, which
+    `example` is the input's shape, an input, or keyword arguments; of these, masks that hide nothing and need
+    not be there are left out, because models look at their values. Weights keep `requires_grad`, which
     decides over some of PyTorch's copies.
     """
     tensors = (*model.named_parameters(), *model.named_buffers())
     state = {name: x.to("meta").requires_grad_(x.requires_grad) for name, x in tensors}
     if isinstance(example, Mapping):
-        torch.func.functional_call(model, state, (), {key: _meta(x) for key, x in example.items()})
+        needed = {key: _meta(x) for key, x in example.items() if not _hides_nothing(model, key, x)}
+        torch.func.functional_call(model, state, (), needed)
         return
     if isinstance(example, Sequence) and all(isinstance(size, int) for size in example):
         dtype = next((x.dtype for x in state.values() if x.is_floating_point()), torch.float32)
         example = torch.empty(tuple(example), dtype=dtype, device="meta")
     torch.func.functional_call(model, state, (_meta(example),))
+
+
+NOT_TAKEN = (RuntimeError, ValueError, TypeError, AssertionError, IndexError, AttributeError)
+"""What models raise when an input is not for them."""
+
+
+def not_taken(model: nn.Module, example: Any, error: BaseException) -> ValueError:
+    """One line on an input that a model did not take, with what to do where that can be told."""
+    what = f"{type(model).__name__} cannot take an input of {_described(example)}: {one_line(error, 200)}"
+    return ValueError(what + _remedy(model, example, str(error)))
+
+
+def _remedy(model: nn.Module, example: Any, problem: str) -> str:
+    if isinstance(example, Mapping):
+        looked = "meta tensors" in problem
+        return "; it looks at a mask's values: leave it out, padding counts like tokens" if looked else ""
+    reads = any(isinstance(module, nn.Embedding) for module in model.modules())
+    sees = any(isinstance(module, nn.Conv2d) for module in model.modules())
+    of_ids = isinstance(example, Tensor) and not example.is_floating_point()
+    if reads and not sees and not of_ids:
+        return "; texts are ids: torch.zeros(1, 128, dtype=torch.long), in a shell --tokens 128"
+    if sees and not reads and of_ids:
+        return "; images are numbers: (1, 3, 224, 224), in a shell --resolution 224"
+    return ""
+
+
+def _described(example: Any) -> str:
+    """Shapes, never numbers."""
+    if isinstance(example, Tensor):
+        return str(tuple(example.shape))
+    if isinstance(example, Mapping):
+        return "{" + ", ".join(f"{key}: {_described(x)}" for key, x in example.items()) + "}"
+    return str(example)
+
+
+def _hides_nothing(model: nn.Module, name: str, value: Any) -> bool:
+    if not name.endswith("mask") or not isinstance(value, Tensor) or value.is_meta:
+        return False
+    known = inspect.signature(model.forward).parameters.get(name)
+    return known is not None and known.default is None and bool((value == 1).all())
 
 
 def _meta(value: Any) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from ecoformer.accounting import paper
 from ecoformer.accounting.counts import KINDS, Counts
@@ -17,7 +17,7 @@ from ecoformer.accounting.cpu_kernels import CpuKernels
 from ecoformer.accounting.energy import EnergyTable, energy_table
 from ecoformer.accounting.exact import exact_rows
 from ecoformer.accounting.shapes import trace
-from ecoformer.arguments import one_line
+from ecoformer.running import NOT_TAKEN, not_taken
 
 Accounting = Literal["paper", "exact"]
 Backend = Literal["eager", "cpu"]
@@ -168,11 +168,8 @@ def cost(
             rows, uncounted = exact_rows(model, input_size, kernels)
         else:
             rows, uncounted = paper.rows(model, trace(model, input_size))
-    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
-        given = tuple(input_size.shape) if isinstance(input_size, Tensor) else input_size
-        raise ValueError(
-            f"{type(model).__name__} cannot take an input of {given}: {one_line(error, 200)}"
-        ) from error
+    except NOT_TAKEN as error:
+        raise not_taken(model, input_size, error) from error
     return Ledger(
         type(model).__name__,
         accounting,

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ecoformer.accounting.foreign import attending, with_parts
 from ecoformer.accounting.parts import Parts
 from ecoformer.accounting.shapes import Call, trace
-from ecoformer.arguments import one_line
 from ecoformer.attention import Attention
 from ecoformer.attention.local import LocalBranch
 from ecoformer.conversion.layers import Found, find_layers
+from ecoformer.running import NOT_TAKEN, not_taken
 
 from .array import BitFusion
 from .checks import pair, whole
@@ -128,10 +128,8 @@ def model_work(model: nn.Module, input_size: Any, *, bits: Bits = 8, code_bits: 
     widths = (of_activations, of_weights, whole("code_bits", code_bits))
     try:
         calls = trace(model, input_size)
-    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
-        given = tuple(input_size.shape) if isinstance(input_size, Tensor) else input_size
-        line = one_line(error, 200)
-        raise ValueError(f"{type(model).__name__} cannot take an input of {given}: {line}") from error
+    except NOT_TAKEN as error:
+        raise not_taken(model, input_size, error) from error
     foreign = {f.layer: f for f in find_layers(model) if not f.ours}
     parts, layers, uncounted = Parts(model), [], []
     for call, latest in with_parts(calls):
