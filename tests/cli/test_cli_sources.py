@@ -61,6 +61,14 @@ class TestSources:
         error = refused("junk.pth", words=" Weights of a timm model need its name: --model")
         assert error[: error.index(" Weights of a timm")].endswith(".")
 
+    def test_commands_without_the_option_are_told_what_works(self, cli):
+        error = cli("cost", "weights.safetensors").err
+        assert "with convert or info; other commands take what convert writes, or the name itself" in error
+        how = ("--model", "test_vit", "--attention", "softmax")
+        assert cli("convert", "weights.safetensors", "out.safetensors", *how).status == 0
+        for remedy in ("out.safetensors", "test_vit"):
+            assert cli("cost", remedy, "--resolution", 160).status == 0
+
     def test_a_misfit_is_told_briefly(self, refused):
         assert len(refused("weights.pth", "--model", "pvt_v2_b0", words="does not fit")) < 1000
 

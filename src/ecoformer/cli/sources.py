@@ -49,7 +49,10 @@ def open_model(name: str, *, architecture: str | None = None, pretrained: bool =
 
 
 def _from_file(path: Path) -> Source:
-    hint = "Weights of a timm model need its name: --model pvt_v2_b0"
+    hint = (
+        "Weights of a timm model need its name: --model pvt_v2_b0 with convert or info; other commands take "
+        "what convert writes, or the name itself"
+    )
     try:
         if _is_safetensors(path):
             return Source(load(path), f"checkpoint {path.name}")
