@@ -18,9 +18,13 @@ def sample_batch(source: Source, path: Path, samples: int) -> tuple[Any, int]:
         images = _images(source, path, samples)
         return images, len(images)
     if source.tokenizer is None:
-        raise ValueError(
-            f"--fit {path}: {source.what} has no tokeniser to read texts with: pass a folder of images"
-        )
+        remedy = "pass a folder of images"
+        if not hasattr(source.model, "pretrained_cfg"):
+            remedy = (
+                "convert a folder of transformers with the tokeniser saved in it "
+                "(tokenizer.save_pretrained), or fit in Python with ecoformer.fit_hashers"
+            )
+        raise ValueError(f"--fit {path}: {source.what} has no tokeniser to read texts with: {remedy}")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
