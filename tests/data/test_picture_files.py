@@ -167,6 +167,24 @@ def test_index_is_kept_until_the_shard_changes(shards, tmp_path, monkeypatch):
     assert len(scanned) == 7
 
 
+def test_the_index_may_be_kept_at_home(shards, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    load("webdataset", shards, cache="~/index")
+    assert len(list((tmp_path / "home" / "index").iterdir())) == 3
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize("empty", ["train-000.tar", "train-002.tar"])
+def test_an_empty_shard_beside_full_ones(shards, empty):
+    (shards / "train-000.tar").rename(shards / "train-003.tar")
+    tar(shards / empty, [])
+    splits = load("webdataset", shards)
+    assert splits.train.labels.tolist() == [1, 3, 0]
+    assert same(splits.train[2][0], 1)
+    assert splits.classes == 4
+
+
 def broken(shards, how):
     path = shards / "val-0.tar"
     whole = path.read_bytes()

@@ -130,10 +130,13 @@ def _shards(root: Path, pattern: str) -> list[str]:
 
 
 def _scanned(shards: list[str], cache: str | os.PathLike[str] | None) -> dict[str, _Index]:
-    indices = {path: _cached(path, Path(cache)) if cache is not None else scan(path) for path in shards}
-    if not sum(len(index.labels) for index in indices.values()):
+    """The indices of those shards that hold samples."""
+    kept = None if cache is None else Path(cache).expanduser()
+    indices = {path: scan(path) if kept is None else _cached(path, kept) for path in shards}
+    full = {path: index for path, index in indices.items() if len(index.labels)}
+    if not full:
         raise ValueError(f"webdataset: {shards[0]} and the shards beside it hold no samples")
-    return indices
+    return full
 
 
 def _images(indices: dict[str, _Index], classes: tuple[str, ...]) -> ShardImages:
