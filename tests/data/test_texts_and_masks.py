@@ -27,6 +27,7 @@ def reviews(tmp_path):
             for i in range(count):
                 (folder / f"{i}_9.txt").write_bytes(f"{part} {name} {i} é".encode())
             (folder / "list.html").write_bytes(b"no review")
+            (folder.parent / f"urls_{name}.txt").write_bytes(b"http://no.review\n" * count)
     return tmp_path
 
 

@@ -55,7 +55,7 @@ def mask_bytes(tokens: Tensor, generator: torch.Generator, rate: float = 0.15) -
 def masked_bytes(root: Path, *, length: int = 1024, rate: float = 0.15, seed: int = 0) -> Splits:
     """Stretches of the texts of a folder; a stretch may span several texts.
 
-    Without `train` and `test`, every tenth text is for testing. aclImdb's `unsup` is left out.
+    Without `train` and `test`, every tenth text is for testing. Of aclImdb only `neg` and `pos` are read.
 
     Args:
         root: a folder of texts, or one that holds aclImdb.
@@ -91,11 +91,14 @@ def masked_sample(*, length: int = 256, rate: float = 0.15, seed: int = 0) -> Sp
 
 
 def _below(folder: Path) -> list[str]:
-    """Texts in a folder and in those right below it."""
+    """Texts in a folder and in those right below it; of reviews, those in `neg` and `pos`."""
     if not folder.is_dir():
         return []
-    inner = sorted(entry for entry in folder.iterdir() if entry.is_dir() and entry.name != "unsup")
-    return [path for place in (folder, *inner) for path in text_files(place)]
+    places = [folder / name for name in ("neg", "pos")]
+    if not all(place.is_dir() for place in places):
+        inner = sorted(entry for entry in folder.iterdir() if entry.is_dir() and entry.name != "unsup")
+        places = [folder, *inner]
+    return [path for place in places for path in text_files(place)]
 
 
 def _stretches(text: bytes, length: int) -> Tensor:
