@@ -224,6 +224,7 @@ class Skips(Tower):
         return self.layers[1](x)
 
 
+EACH = "^batches: each must be a tensor, or a list, tuple or dict of tensors, got"
 MISTAKES = {
     "no hasher": (lambda: nn.Linear(8, 8), [data()], {}, ValueError, "Linear holds no hasher to fit"),
     "no parameter": (nn.ReLU, [data()], {}, ValueError, "ReLU holds no hasher to fit"),
@@ -231,6 +232,12 @@ MISTAKES = {
     "empty batches": (Tower, [data(0), data(0)], {}, ValueError, "^batches is empty"),
     "one tensor": (Tower, data(), {}, TypeError, "got one Tensor: put it in a list$"),
     "one mapping": (Tower, {"x": data()}, {}, TypeError, "got one dict: put it in a list$"),
+    "no batches": (Tower, None, {}, TypeError, "^batches must be an iterable .* tensors, got NoneType$"),
+    "an array": (Tower, [data().numpy()], {}, TypeError, f"{EACH} ndarray$"),
+    "a path": (Tower, ["photo.png"], {}, TypeError, f"{EACH} str$"),
+    "a number": (Tower, [3], {}, TypeError, f"{EACH} int$"),
+    "paths": (Tower, [["a.png", "b.png"]], {}, TypeError, f"{EACH} list of str$"),
+    "arrays by name": (Tower, [{"x": data().numpy()}], {}, TypeError, f"{EACH} dict of ndarray$"),
     "no samples": (Tower, [data()], {"samples": 0}, ValueError, "^samples must be at least 1, got 0$"),
     "lengths": (
         Tower,

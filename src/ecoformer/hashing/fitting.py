@@ -187,6 +187,10 @@ def check_batches(batches: Any) -> None:
         raise TypeError(
             f"batches must be an iterable of batches, got one {type(batches).__name__}: put it in a list"
         )
+    if not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
+        raise TypeError(
+            f"batches must be an iterable of batches, such as a list of tensors, got {type(batches).__name__}"
+        )
 
 
 def _first_samples(batches: Iterable[Any], samples: int) -> Any:
@@ -207,8 +211,17 @@ def _first_samples(batches: Iterable[Any], samples: int) -> Any:
 def _length(batch: Any) -> int:
     if isinstance(batch, Tensor):
         return len(batch)
-    parts = batch.values() if isinstance(batch, Mapping) else batch
-    return next((len(part) for part in parts if isinstance(part, Tensor)), 0)
+    parts: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        parts = batch.values()
+    elif isinstance(batch, Sequence) and not isinstance(batch, str):
+        parts = batch
+    length = next((len(part) for part in parts if isinstance(part, Tensor)), None)
+    if length is None:
+        of = ", ".join(sorted({type(part).__name__ for part in parts}))
+        got = type(batch).__name__ + (f" of {of}" if of else "")
+        raise TypeError(f"batches: each must be a tensor, or a list, tuple or dict of tensors, got {got}")
+    return length
 
 
 def _join(parts: list[Any], samples: int) -> Any:
