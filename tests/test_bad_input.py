@@ -13,7 +13,7 @@ import ecoformer
 from ecoformer import HashAttentionState, hash_attention, pack_codes, sign_ste, unpack_codes
 
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-BIAS = pytest.mark.parametrize("bias", ["paper", "official"])
+BIAS = pytest.mark.parametrize("bias", ["paper", "tight", "official"])
 
 C = torch.ones(2, 3, 5, 16)
 V = torch.ones(2, 3, 5, 4)
@@ -27,6 +27,15 @@ def mask(*shape, dtype=torch.bool):
 
 # what is wrong: arguments, options, error, and what its one line must say
 CALLS = {
+    "codes_q is a list": (([1], C, V), {}, TypeError, ["codes_q must be a tensor, got list"]),
+    "codes_k is an array": ((C, C.numpy(), V), {}, TypeError, ["codes_k must be a tensor, got ndarray"]),
+    "v is missing": ((C, C, None), {}, TypeError, ["v must be a tensor, got NoneType"]),
+    "mask is a list": (
+        (C, C, V),
+        {"key_padding_mask": [True]},
+        TypeError,
+        ["key_padding_mask must be a tensor, got list"],
+    ),
     "v is a vector": ((C, C, V[0, 0, 0]), {}, ValueError, ["v ", "(4,)"]),
     "v is whole numbers": ((C, C, V.long()), {}, TypeError, ["v ", "int64", "(2, 3, 5, 4)"]),
     "v is complex": ((C, C, V.to(torch.complex64)), {}, TypeError, ["v ", "complex64", "(2, 3, 5, 4)"]),
@@ -106,7 +115,7 @@ CALLS = {
         ValueError,
         ["official", "(2, 3, 4, 16)", "(2, 3, 5, 4)"],
     ),
-    "unknown bias": ((C, C, V), {"bias": "none"}, ValueError, ["bias", "paper", "official", "'none'"]),
+    "unknown bias": ((C, C, V), {"bias": "none"}, ValueError, ["bias", "paper", "tight", "'none'"]),
 }
 OTHERS = {
     "pack a zero": (lambda: pack_codes(C * 0), ValueError, ["codes", "(2, 3, 5, 16)"]),

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Bias = Literal["paper", "official"]
+Bias = Literal["paper", "tight", "official"]
 
 EXACT_WIDTHS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
 """Packed dtypes that say their number of bits; other numbers are packed as int64."""
@@ -38,6 +38,7 @@ def check_attention(
     bits: int | None,
 ) -> Checked:
     """Everything `hash_attention` asks of its arguments."""
+    _check_tensors(codes_q=codes_q, codes_k=codes_k, v=v)
     width = _check_codes(codes_q, codes_k, v, bits)
     n_queries = codes_q.shape[v.ndim - 2]
     if (is_causal or bias == "official") and n_queries != v.shape[-2]:
@@ -52,9 +53,9 @@ def bias_value(bias: Bias, bits: int) -> int:
     """What is added to the inner product of two codes of `bits` bits."""
     if bias == "paper":
         return 1 << bits.bit_length()  # 2^ceil(log2(bits + 1)) without rounding
-    if bias == "official":
+    if bias in ("tight", "official"):
         return bits + 1
-    raise ValueError(f'bias must be "paper" or "official", got {bias!r}')
+    raise ValueError(f'bias must be "paper", "tight" or "official", got {bias!r}')
 
 
 def packed_width(name: str, packed: Tensor, bits: int | None) -> int:
@@ -78,6 +79,12 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     """What an error says, in one line of about so many characters; its class where it says nothing."""
     line = " ".join(str(error).split()) or type(error).__name__
     return line if len(line) <= limit else f"{line[:limit]} ..."
+
+
+def _check_tensors(**arguments: Tensor) -> None:
+    for name, x in arguments.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
 
 
 def _check_codes(codes_q: Tensor, codes_k: Tensor, v: Tensor, bits: int | None) -> int:
@@ -136,6 +143,7 @@ def _check_mask(mask: Tensor | None, v: Tensor) -> Tensor | None:
     """The mask as (..., N_k) beside v."""
     if mask is None:
         return None
+    _check_tensors(key_padding_mask=mask)
     if mask.dtype != torch.bool:
         raise TypeError(
             f"key_padding_mask must be bool, True where a key is padding, got {mask.dtype} {shape(mask)}"
