@@ -158,3 +158,5 @@ def test_energy_tables(tmp_path):
             energy_table(path)
     with pytest.raises(ValueError, match=r"energy must be one of .* or a JSON file, got 'fp99'"):
         energy_table("fp99")
+    with pytest.raises(FileNotFoundError, match=r"^energy: there is no file my\.json$"):
+        energy_table("my.json")

@@ -85,6 +85,8 @@ def energy_table(table: str | PathLike[str] | Mapping[str, Any] | EnergyTable) -
     if isinstance(table, str) and table in _TABLES:
         return _TABLES[table]
     path = Path(table)
+    if path.suffix == ".json" and not path.is_file():
+        raise FileNotFoundError(f"energy: there is no file {path}")
     if not path.is_file():
         raise ValueError(
             f"energy must be one of {', '.join(list_energy_tables())} or a JSON file, got {str(table)!r}"
