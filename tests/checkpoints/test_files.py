@@ -195,6 +195,24 @@ def test_another_head(name, head, tmp_path):
     assert_same(ecoformer.load(ecoformer.save(model, tmp_path / "model")), model, IMAGES)
 
 
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [("resnet18", (3, "max")), ("resnet18", (0, "")), ("mobilenetv3_small_050", (3, "avg"))],
+    ids=str,
+)
+def test_pooling_by_a_module(name, head, tmp_path):
+    model = timm.create_model(name, num_classes=10)
+    model.reset_classifier(*head)
+    settle(model, IMAGES)
+    assert_same(ecoformer.load(ecoformer.save(model, tmp_path / "model")), model, IMAGES)
+
+
+def test_arguments_of_a_file_that_a_model_does_not_show(tmp_path):
+    model = settle(timm.create_model("convnext_atto", num_classes=3, global_pool="max"), IMAGES)
+    again = ecoformer.load(ecoformer.save(model, tmp_path / "a", arguments={"global_pool": "max"}))
+    assert_same(ecoformer.load(ecoformer.save(again, tmp_path / "b")), model, IMAGES)
+
+
 def test_unfitted_stays_unfitted(tmp_path):
     fitted = settle(ours("pvt_v2_b0", attention_config=ECO), IMAGES)
     path = ecoformer.save(ours("pvt_v2_b0", attention_config=ECO), tmp_path / "model")

@@ -6,9 +6,9 @@ import re
 
 import pytest
 import torch
-from training_runs import PLAIN, recipe
+from training_runs import PICTURES, PLAIN, recipe
 
-from ecoformer import list_attentions
+from ecoformer import list_attentions, load
 from ecoformer.data.splits import Arrays, Splits
 from ecoformer.hashing import hashers_of
 from ecoformer.training import as_yaml, list_recipes, load_recipe, train
@@ -210,6 +210,27 @@ def test_recipes_that_are_not_there(tmp_path):
 def test_what_cannot_be_run_is_said_before_anything_is_written(change, error, message, tmp_path):
     with pytest.raises(error, match=message):
         train(recipe(PLAIN, change, folder=tmp_path), tmp_path / "run", show=False)
+    assert not (tmp_path / "run").exists()
+
+
+CONVOLUTIONS = {"name": "resnet18", "options": {"layers": [1, 1, 1, 1], "channels": [8, 8, 8, 8]}}
+
+
+def test_a_model_without_attention(tmp_path):
+    chosen = recipe(PICTURES | {"model": CONVOLUTIONS, "attention": {"name": "native"}}, folder=tmp_path)
+    train(chosen, tmp_path / "run", show=False)
+    assert type(load(tmp_path / "run/model.safetensors")).__name__ == "ResNet"
+
+
+def test_what_no_file_could_hold_is_not_trained(tmp_path, monkeypatch):
+    def changed_by_hand(*args):
+        model = build_model(*args)
+        model.blocks[0].norm1.eps = 0.5
+        return model
+
+    monkeypatch.setattr("ecoformer.training.loop.build_model", changed_by_hand)
+    with pytest.raises(ValueError, match="model.name=text: a file could not hold this model"):
+        train(recipe(PLAIN, folder=tmp_path), tmp_path / "run", show=False)
     assert not (tmp_path / "run").exists()
 
 

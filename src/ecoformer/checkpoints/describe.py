@@ -98,14 +98,17 @@ def _architecture(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]
 
 def _timm_arguments(model: Any) -> dict[str, Any]:
     """What timm's models keep of their constructor's arguments."""
+    pool = getattr(model, "global_pool", None)
+    pool = getattr(pool, "pool_type", None) if isinstance(pool, nn.Module) else pool
+    kept = {name: getattr(model, name, None) for name in ("num_classes", "in_chans")} | {"global_pool": pool}
     arguments = dict(getattr(model, ARGUMENTS, {}))
-    arguments |= {name: getattr(model, name, None) for name in ("num_classes", "global_pool", "in_chans")}
+    arguments |= {name: value for name, value in kept.items() if value is not None}
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if size is not None:
         arguments["img_size"] = list(size)
     if getattr(model, "dynamic_img_size", False):
         arguments["dynamic_img_size"] = True
-    return {key: value for key, value in arguments.items() if value is not None}
+    return arguments
 
 
 def _known_modules() -> set[str]:

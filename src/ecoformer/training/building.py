@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from ecoformer.arguments import one_line
 from ecoformer.checkpoints import load
-from ecoformer.checkpoints.describe import ARGUMENTS
+from ecoformer.checkpoints.describe import ARGUMENTS, describe, rebuild
+from ecoformer.checkpoints.structure import difference, structure
 from ecoformer.conversion import convert
 from ecoformer.conversion.layers import choose, find_layers
 from ecoformer.data.splits import Splits
 from ecoformer.models.names import check_timm_name
+from ecoformer.storage import check_config, check_fit
 from ecoformer.training.recipe import Recipe
 from ecoformer.training.tasks import Task
 
@@ -95,6 +98,23 @@ def example_of(recipe: Recipe, splits: Splits) -> torch.Tensor:
         return torch.zeros(1, 3, recipe.augment.size, recipe.augment.size)
     shape = (1, 2, splits.length) if splits.kind == "pairs" else (1, splits.length)
     return torch.ones(shape, dtype=torch.long)
+
+
+def check_export(model: nn.Module, recipe: Recipe) -> None:
+    """Refuse a model that could be trained, but not be written to a file that builds it again."""
+    try:
+        description = describe(model)
+        check_config(description)
+        again = rebuild(description)
+        check_fit(again, model.state_dict(), source="the model")
+        odd = difference(structure(model), structure(again))
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
+        odd = one_line(error)
+    if odd:
+        raise ValueError(
+            f"model.name={recipe.model.name}: a file could not hold this model ({odd}): leave out "
+            "model.options, or choose another model"
+        )
 
 
 def load_teacher(recipe: Recipe, splits: Splits, task: Task, device: torch.device) -> nn.Module | None:

@@ -16,7 +16,7 @@ from ecoformer.checkpoints import save
 from ecoformer.data.splits import IGNORED, Arrays, Splits
 from ecoformer.hashing import fit_hashers, hashers_of
 from ecoformer.storage import load_into
-from ecoformer.training.building import build_model, load_teacher, make_average
+from ecoformer.training.building import build_model, check_export, load_teacher, make_average
 from ecoformer.training.devices import is_sharded, make_accelerator
 from ecoformer.training.display import Display
 from ecoformer.training.division import Division, check_model
@@ -70,6 +70,7 @@ class Trainer:
         self.total = recipe.schedule.steps or self.loader.steps * (recipe.schedule.epochs or 1)
         bare = build_model(recipe, splits)
         check_model(bare, recipe, splits)
+        check_export(bare, recipe)
         self.parameters = sum(p.numel() for p in bare.parameters())
         self.cost = costs(bare, recipe, splits)
         self.teacher = load_teacher(recipe, splits, self.task, self.device)
