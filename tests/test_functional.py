@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ecoformer import hash_attention, pack_codes, reference, sign_ste, unpack_codes
 from ecoformer.functional import bias_value
 
-BIASES = ("paper", "official")
+BIASES = ("paper", "tight", "official")
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 BIAS = pytest.mark.parametrize("bias", BIASES)
 HALVES = (torch.bfloat16, torch.float16)

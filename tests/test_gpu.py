@@ -23,7 +23,7 @@ def codes(*shape, seed=1):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("bias", ["paper", "official"])
+@pytest.mark.parametrize("bias", ["paper", "tight", "official"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_equals_reference(dtype, bias, is_causal):
     h, v = codes(2, 3, 500, 16), draw(2, 3, 500, 40, dtype=dtype)

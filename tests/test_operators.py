@@ -16,7 +16,7 @@ from ecoformer import hash_attention, pack_codes, sign_ste, unpack_codes
 from ecoformer.backends import Plain, Registered
 
 OPS = torch.ops.ecoformer
-OPTIONS = [{"is_causal": c, "bias": b} for c, b in product([False, True], ["paper", "official"])]
+OPTIONS = [{"is_causal": c, "bias": b} for c, b in product([False, True], ["paper", "tight", "official"])]
 EVERY_OPTION = pytest.mark.parametrize(
     "options", OPTIONS, ids=[f"{'causal' if o['is_causal'] else 'full'}-{o['bias']}" for o in OPTIONS]
 )

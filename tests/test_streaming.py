@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecoformer import HashAttentionState, hash_attention, pack_codes
+from ecoformer.arguments import bias_value
 
-BIAS = pytest.mark.parametrize("bias", ["paper", "official"])
+BIAS = pytest.mark.parametrize("bias", ["paper", "tight", "official"])
 
 
 def stream(state, steps, x, mask=None, **options):
@@ -31,7 +32,7 @@ def stream(state, steps, x, mask=None, **options):
     lead=st.lists(st.integers(1, 3), max_size=3),
     bits=st.integers(1, 64),
     dim=st.integers(1, 5),
-    bias=st.sampled_from(["paper", "official"]),
+    bias=st.sampled_from(["paper", "tight", "official"]),
     share=st.sampled_from([None, 0.0, 0.4]),
     seed=st.integers(0, 99),
 )
@@ -124,10 +125,10 @@ def test_counts_every_token_beyond_the_integers_of_fp32(step, bias, make_inputs,
     own = torch.cat([more.v, torch.ones(1, 2, 6, 1)], dim=-1).double()
     product = (more.codes_q.double() @ more.codes_k.double().mT).tril() @ own
     bias_row = (
-        own.cumsum(dim=-2) if bias == "paper" else torch.cat([own[..., :-1], own[..., -1:].cumsum(-2)], -1)
+        torch.cat([own[..., :-1], own[..., -1:].cumsum(-2)], -1) if bias == "official" else own.cumsum(dim=-2)
     )
-    top = product + {"paper": 32, "official": 17}[bias] * bias_row
-    denominator = top[..., -1:] + {"paper": 32, "official": 17}[bias] * (1 << 24)
+    top = product + bias_value(bias, 16) * bias_row
+    denominator = top[..., -1:] + bias_value(bias, 16) * (1 << 24)
     torch.testing.assert_close(out.double(), top[..., :-1] / denominator, rtol=1e-6, atol=0)
 
 

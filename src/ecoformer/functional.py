@@ -172,8 +172,10 @@ def hash_attention(
             `nn.MultiheadAttention`. A query that sees no key at all reads zero.
         is_causal: token t sees the tokens up to and including t; needs N_q = N_k. NaN or infinity in v
             reaches the other tokens of its head, as without causal order.
-        bias: "paper" adds 2^c, c = ceil(log2(b + 1)), to every affinity. "official" is what the released
-            code does: (b + 1) times the token's own value above, (b + 1) times the number of keys below.
+        bias: "paper" adds 2^c, c = ceil(log2(b + 1)), to every affinity, "tight" b + 1, the least that keeps
+            all positive: with 16 bits the largest is 33 times the smallest, and not 3 times. "official" is
+            what the released code does: (b + 1) times the token's own value above, (b + 1) times the number
+            of keys below.
         group: process group over which the tokens are split, in rank order. One small message is exchanged,
             and gradients flow through it: the loss is the sum of all ranks' losses.
         bits: b, needed with packed codes unless their dtype says it (uint8: 8, int16: 16, int32: 32).

@@ -46,8 +46,9 @@ def hash_attention(
 ) -> Tensor:
     """Eq. (9), its upper line: affinities of all pairs, then a weighted mean of the values.
 
-    `key_padding_mask` is True where a key is padding and broadcasts to (..., N_k). `bias="official"` is what
-    the released code does: (b + 1) v_t, the token's own value, in the numerator and (b + 1) N below it.
+    `key_padding_mask` is True where a key is padding and broadcasts to (..., N_k). `bias="tight"` adds b + 1
+    in the place of 2^c. `bias="official"` is what the released code does: (b + 1) v_t, the token's own value,
+    in the numerator and (b + 1) N below it.
     """
     bits, n_keys = codes_k.shape[-1], v.shape[-2]
     affinity = codes_q @ codes_k.mT

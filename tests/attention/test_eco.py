@@ -38,7 +38,7 @@ def eco(**kwargs):
     return fitted(EcoAttention(DIM, HEADS, **{"bits": 6, "support": 4, **kwargs}).double())
 
 
-@pytest.mark.parametrize("bias", ["paper", "official"])
+@pytest.mark.parametrize("bias", ["paper", "tight", "official"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 def test_equals_the_equations(bias, is_causal, padded):
@@ -115,7 +115,7 @@ def test_input_width_has_no_causal_order():
 def test_mistakes():
     with pytest.raises(UnfittedHasherError, match=r"^KernelHasher is not fitted"):
         EcoAttention(DIM, HEADS)(torch.zeros(1, 4, DIM))
-    with pytest.raises(ValueError, match=r"^bias must be .paper. or .official., got 'none'$"):
+    with pytest.raises(ValueError, match=r"^bias must be .paper., .tight. or .official., got 'none'$"):
         EcoAttention(DIM, HEADS, bias="none")
     with pytest.raises(ValueError, match=r"^eco forms no attention weights to drop"):
         EcoAttention(DIM, HEADS, attn_drop=0.1)

@@ -79,14 +79,14 @@ def test_the_module_gives_the_same_by_both(monkeypatch, ran):
     layer = ecoformer.EcoAttention(32, 4).eval().requires_grad_(False)
     layer.hasher.fit(torch.randn(2, 4, 60, 8), options=QUICK)
     x, mask = torch.randn(3, 65, 32), torch.rand(3, 65) < 0.3
-    for bias in ("paper", "official"):
+    for bias in ("paper", "tight", "official"):
         layer.bias = bias
         for options in ({}, {"key_padding_mask": mask}, {"is_causal": True}):
             ours = layer(x, **options)
             monkeypatch.setenv("ECOFORMER_BACKEND", "eager")
             torch.testing.assert_close(ours, layer(x, **options))
             monkeypatch.delenv("ECOFORMER_BACKEND")
-    assert ran == ["cpu"] * 6
+    assert ran == ["cpu"] * 9
 
 
 def test_what_is_not_covered_takes_the_single_steps(hasher, tokens, ran):

@@ -20,7 +20,7 @@ class HashedAttention(Attention):
         dim: channels of a token.
         num_heads: heads, each with hash functions of its own.
         hasher: tokens to codes, for `num_heads` heads of dim / num_heads channels.
-        bias: "paper" or "official", see `hash_attention`.
+        bias: "paper", "tight" or "official", see `hash_attention`.
         kwargs: `qkv_bias`, `proj_drop`, `local`, as every mechanism takes them.
     """
 
