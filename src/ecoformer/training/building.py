@@ -71,6 +71,7 @@ def _started(recipe: Recipe, splits: Splits) -> nn.Module:
     if not path.exists():
         raise FileNotFoundError(f"start: there is no checkpoint {recipe.start}")
     model = load(path)
+    _check_start(model, recipe, splits, path.name)
     wanted, found = recipe.attention.name, find_layers(model)
     why_left = choose(found, recipe.attention.layers)
     kinds = {f.kind for f in found if why_left[f.name] is None}
@@ -82,6 +83,29 @@ def _started(recipe: Recipe, splits: Splits) -> nn.Module:
             "layer can take"
         )
     return model
+
+
+def _check_start(model: nn.Module, recipe: Recipe, splits: Splits, file: str) -> None:
+    """A model from a file stays what it is, so that it must be what the recipe names and the data need."""
+    held, name = describe(model)["model"], recipe.model.name
+    named = ENCODERS[splits.kind] if name == "text" and splits.kind in ENCODERS else name
+    if _variant(held["name"]) != _variant(named):
+        raise ValueError(
+            f"start: {file} holds {held['name']}, but the recipe trains {named}: set model.name to what the "
+            "file holds, or start from another file"
+        )
+    arguments = held.get("arguments", {})
+    classes = arguments.get("num_classes", arguments.get("classes"))
+    if classes != splits.classes:
+        raise ValueError(
+            f"start: {file} answers with {classes} classes, but {recipe.data.name} has {splits.classes}: "
+            f"load it, call reset_classifier({splits.classes}), and save it to start from that"
+        )
+
+
+def _variant(name: str) -> str:
+    """A timm name without the weights it stands for; ours are timm's models, converted."""
+    return name.split(".")[0].removeprefix("ecoformer_")
 
 
 def _convert(model: nn.Module, recipe: Recipe, splits: Splits) -> nn.Module:
