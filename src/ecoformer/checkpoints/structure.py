@@ -12,6 +12,8 @@ Structure = dict[str, dict[str, Any]]
 _RATES = ("p", "drop_prob", "drop_path_rate")
 """Dropout of whatever kind changes training only, and many models do not remember theirs."""
 _IGNORED = {"training", "inplace", "img_size", "num_patches", "H", "W", "grad_checkpointing"}
+_NOTES = {"pretrained_cfg", "default_cfg", "ecoformer_arguments", "warnings_issued", "all_tied_weights_keys"}
+"""What libraries write down about a model, such as where its weights came from."""
 
 
 def structure(model: nn.Module, *, ours_only: bool = False) -> Structure:
@@ -44,15 +46,22 @@ def _class(module: nn.Module) -> str:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    skipped = _IGNORED | (set(_RATES) if not list(module.parameters(recurse=False)) else set())
+    skipped = _IGNORED | _NOTES | (set(_RATES) if not list(module.parameters(recurse=False)) else set())
     named = {key: f"function {value.__name__}" for key, value in vars(module).items() if _is_function(value)}
-    plain = {key: value for key, value in vars(module).items() if _is_plain(value)}
+    plain = {key: value for key, value in vars(module).items() if _is_plain_or_dict(value)}
     return {k: v for k, v in (named | plain).items() if not k.startswith("_") and k not in skipped}
 
 
 def _is_function(value: Any) -> bool:
     """A plain function, such as an activation."""
     return inspect.isbuiltin(value) or inspect.isfunction(value)
+
+
+def _is_plain_or_dict(value: Any) -> bool:
+    """Also names with plain values, such as what an `Adapter` remembers of the layer before it."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    return _is_plain(value)
 
 
 def _is_plain(value: Any) -> bool:
@@ -63,4 +72,6 @@ def _is_plain(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """As JSON would give it back."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
