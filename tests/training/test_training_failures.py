@@ -345,6 +345,16 @@ def test_a_finished_run_returns_at_once(plain, finished, monkeypatch):
         train(plain, finished, show=False)
 
 
+def test_a_finished_run_stays_as_it_is(finished, tmp_path):
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    changed = recipe(PLAIN, "precision=bf16", "optimiser.lr=0.5", folder=tmp_path)
+    result = train(changed, finished, resume=True, show=False)
+    assert (result["recipe"]["precision"], result["changes"]) == ("fp32", [])
+    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+    with pytest.raises(ValueError, match=r"another recipe \(batch: 8 then, 4 now\)"):
+        train(recipe(PLAIN, "batch=4", folder=tmp_path), finished, resume=True, show=False)
+
+
 def test_killed_between_the_last_checkpoint_and_the_result(plain, finished, expected, tmp_path):
     for name in ("result.json", "model.safetensors"):
         shutil.copytree(finished, tmp_path / name)

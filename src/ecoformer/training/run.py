@@ -60,10 +60,10 @@ def train(
         splits: the data, if they are loaded already.
     """
     folder = RunFolder(Path(out))
-    if resume and folder.is_finished() and folder.recipe() == recipe:
+    folder.check(recipe, resume=resume)
+    if folder.is_finished():
         finished: dict[str, Any] = json.loads(folder.result_file.read_text(encoding="utf-8"))
         return finished
-    folder.check(recipe, resume=resume)
     if splits is None:
         shared = "cache" in recipe.data.options  # two processes must not write it at once
         with one_process_first(device) if shared else nullcontext():
