@@ -24,6 +24,9 @@ from ecoformer.cli.settings import parse_settings, parse_sweep, settings_for
 from ecoformer.cli.sources import open_model
 from ecoformer.conversion import convert
 
+NATIVE = "native"
+"""A model as it is, as recipes call it."""
+
 
 def cost(
     model: Annotated[str, typer.Argument(help="A timm model's name, a checkpoint, or a folder.")],
@@ -31,7 +34,10 @@ def cost(
         str | None, typer.Option(help="Convert it first; without, the model is taken as it is.")
     ] = None,
     compare: Annotated[
-        str | None, typer.Option(help="Several mechanisms side by side: `softmax,performer,eco`.")
+        str | None,
+        typer.Option(
+            help="Several mechanisms side by side: `softmax,performer,eco`; `native` is the model as it is."
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -80,8 +86,10 @@ def cost(
     if swept is not None:
         _print_points(ask.sweep(names, chosen, *swept), as_json, as_csv)
     elif compare is not None:
-        ledgers = {str(name): ask.ledger(name, some) for name, some in zip(names, chosen, strict=True)}
+        ledgers = {name or NATIVE: ask.ledger(name, some) for name, some in zip(names, chosen, strict=True)}
         _print_ledgers(ledgers, as_json, as_csv)
+        if not (as_json or as_csv):
+            _say_what_was_replaced(ledgers, lambda: ask.ledger(None, {}))
     else:
         ledger = ask.ledger(attention, chosen[0])
         text = ledger.to_json() if as_json else ledger.to_csv() if as_csv else str(ledger)
@@ -124,10 +132,10 @@ def _open(model: str) -> nn.Module:
 
 
 def _names(compare: str) -> list[str | None]:
-    names: list[str | None] = [name.strip() for name in compare.split(",") if name.strip()]
+    names = [name.strip() for name in compare.split(",") if name.strip()]
     if not names:
         raise ValueError(f"--compare takes names of mechanisms, such as softmax,eco, got {compare!r}")
-    return names
+    return [None if name == NATIVE else name for name in names]
 
 
 def _exclude(*options: tuple[str, Any]) -> None:
@@ -147,6 +155,16 @@ def _print_ledgers(ledgers: dict[str, Ledger], as_json: bool, as_csv: bool) -> N
             table.add_row(name, *_figures(ledger))
         plain_console().print(table)
         _print_notes(ledgers)
+
+
+def _say_what_was_replaced(ledgers: dict[str, Ledger], native: Callable[[], Ledger]) -> None:
+    """A model may have had cheaper attention than softmax over all tokens, such as fewer keys."""
+    if NATIVE in ledgers or "softmax" not in ledgers:
+        return
+    own = native().energy_pj
+    if own < 0.99 * ledgers["softmax"].energy_pj:
+        says = f"as it is, the model takes {own / 1e9:,.2f} (10⁹ pJ), see native"
+        typer.echo(f"softmax is that over all tokens: {says}")
 
 
 def _print_points(points: list[Point], as_json: bool, as_csv: bool) -> None:

@@ -1,0 +1,38 @@
+"""`ecoformer cost --compare` with the model as it is, and the figures that the pages quote of it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import ecoformer  # noqa: F401  before timm
+
+timm = pytest.importorskip("timm")
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def energies(run, *options):
+    out = run("cost", "pvt_v2_b0", "--compare", "native,softmax,eco", "--csv", *options)[1]
+    head, *lines = (line.split(",") for line in out.splitlines())
+    column = head.index("energy_pj")
+    return {line[0]: float(line[column]) / 1e9 for line in lines}
+
+
+def test_the_pages_say_what_is_saved_against_the_model_as_it_is(run):
+    at_224, at_512 = energies(run), energies(run, "--resolution", "512")
+    saved = [1 - at["eco"] / at["native"] for at in (at_224, at_512)]
+    for page in ("README.md", "docs/cost.md"):
+        text = " ".join((ROOT / page).read_text().split())
+        assert f"takes {at_224['native']:.2f} mJ" in text
+        assert f"{at_224['eco']:.2f}" in text
+        assert re.search(rf"\b{saved[0]:.0%} less", text)
+        assert f"{saved[1]:.0%}" in text
+    assert f"it is {at_512['eco']:.2f} against {at_512['native']:.2f}" in text
+
+
+def test_softmax_over_all_tokens_is_said_to_be_dearer_than_the_model(run):
+    out = run("cost", "pvt_v2_b0", "--compare", "softmax,eco", "--resolution", "64")[1]
+    assert "softmax is that over all tokens: as it is, the model takes " in out
+    for more in (("native,softmax,eco",), ("eco",)):
+        assert "over all tokens" not in run("cost", "pvt_v2_b0", "--compare", *more, "--resolution", "64")[1]
+    assert "over all tokens" not in run("cost", "vit_tiny_patch16_224", "--compare", "softmax,eco")[1]
