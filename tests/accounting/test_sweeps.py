@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from ecoformer.accounting import cost, sweep
-from ecoformer.accounting.sweeps import settings_of
 from ecoformer.models.text import TextEncoder
 
 timm = pytest.importorskip("timm")
@@ -88,7 +87,14 @@ def test_rows():
             "'bits' is no setting of softmax; .* bi_eco, eco, klsh_eco, lsh_eco",
         ),
         ("m", [8], ["lsh_eco"], {}, "'support' is no setting of lsh_eco; .*: eco, klsh_eco"),
-        ("colour", [8], ["eco"], {}, "no mechanism has it"),
+        (
+            "bit",
+            [8],
+            ["eco"],
+            {},
+            r"'bit' is no setting of eco \(did you mean 'bits'\?\); known are attn_drop",
+        ),
+        ("colour", [8], ["eco"], {}, "'colour' is no setting of eco; known are attn_drop, bias, bits"),
         ("bits", [8], [None], {}, "name one"),
         ("bits", [8], ["ecoo"], {}, "did you mean 'eco'"),
         ("bits", [], ["eco"], {}, "at least one value"),
@@ -103,9 +109,3 @@ def test_mistakes(parameter, values, mechanisms, settings, message):
 
     with pytest.raises(ValueError, match=message):
         sweep(never, parameter, values, mechanisms=mechanisms, settings=settings)
-
-
-def test_settings_of_a_mechanism():
-    assert {"features", "seed", "temperature", "local"} <= settings_of("fp_eco")
-    assert {"bits", "support", "sigma", "bias", "qkv_bias"} <= settings_of("eco")
-    assert "bits" not in settings_of("softmax")

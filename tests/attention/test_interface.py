@@ -249,6 +249,32 @@ def test_a_mechanism_of_ones_own(monkeypatch):
     assert MeanOfAll.name == "mean_of_all"
 
 
-def test_unknown_arguments_name_the_mechanism():
-    with pytest.raises(TypeError, match=r"^eco: .*'bit'.*help\(ecoformer.attention.EcoAttention\)"):
+def test_unknown_settings_are_told_with_the_known_ones():
+    known = r"known are attn_drop, bias, bits, local, .*, support, surrogate, trainable$"
+    with pytest.raises(TypeError, match=rf"^'bit' is no setting of eco \(did you mean 'bits'\?\); {known}"):
         create_attention("eco", 32, 2, bit=8)
+    with pytest.raises(TypeError, match=r"^'bits' is no setting of performer; known are .*features"):
+        create_attention("performer", 32, 2, bits=8)
+
+
+def test_missing_arguments_name_the_mechanism():
+    with pytest.raises(TypeError, match=r"^linformer: .*'seq_len'.*help\(ecoformer.attention.LinformerAtt"):
+        create_attention("linformer", 32, 2)
+
+
+def test_a_known_setting_is_never_said_to_be_unknown(monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+
+    @register_attention("forgetful")
+    class Forgetful(Attention):
+        def __init__(self, dim, num_heads, *, width=3):
+            super().__init__(dim, num_heads, width=width)
+
+    with pytest.raises(TypeError, match=r"^forgetful: .*unexpected keyword argument 'width'"):
+        create_attention("forgetful", 32, 2, width=5)
+
+
+def test_settings_of_a_mechanism():
+    assert {"features", "seed", "temperature", "local"} <= registry.settings_of("fp_eco")
+    assert {"bits", "support", "sigma", "bias", "qkv_bias"} <= registry.settings_of("eco")
+    assert "bits" not in registry.settings_of("softmax")

@@ -258,7 +258,8 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("setting", "words"),
         [
-            ("nothing=1", ["'nothing'", "EcoAttention"]),
+            ("nothing=1", "'nothing' is no setting of eco; known are attn_drop, bias, bits"),
+            ("bit=8", "did you mean 'bits'?"),
             ("bits=0", "bits must be at least 1, got 0"),
             ("bits=65", "got 65"),
             ("bias=other", ['"paper"', "'other'"]),

@@ -85,6 +85,10 @@ def test_tokens_of_a_text_model(run, tmp_path):
         (("cost", "pvt_v2_b0", "--compare", ","), "--compare takes names of mechanisms"),
         (("cost", "pvt_v2_b0", "--attention", "eco", "--set", "bits"), "--set takes KEY=VALUE"),
         (("cost", "pvt_v2_b0", "--attention", "softmax", "--set", "bits=8"), "no setting of softmax"),
+        (
+            ("cost", "pvt_v2_b0", "--compare", "softmax,eco", "--set", "bit=8"),
+            "--set: 'bit' is no setting of softmax or eco (did you mean 'bits'?); known are attn_drop, bias",
+        ),
         (("cost", "pvt_v2_b0", "--set", "bits=8"), "no setting of a model that is taken as it is"),
         (("cost", "pvt_v2_b0", "--sweep", "resolution"), "--sweep takes KEY=VALUE,VALUE"),
         (("cost", "pvt_v2_b0", "--sweep", "bits=8"), "name one (--attention or --compare)"),

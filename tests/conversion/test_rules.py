@@ -326,7 +326,8 @@ def test_mistakes():
     refused(model, "layers=", "eco", layers=[])
     refused(model, "layers=", "eco", layers=lambda name, layer: False)
     refused(model, r"^no attention is named 'ecco': did you mean 'eco'\?$", "ecco")
-    refused(model, r"^eco: .*'bit'.*help\(", "eco", bit=8, error=TypeError)
+    message = r"^'bit' is no setting of eco \(did you mean 'bits'\?\); known are attn_drop, bias, bits"
+    refused(model, message, "eco", bit=8, error=TypeError)
     refused(model, "^eco: .*dim", "eco", dim=8, error=TypeError)
     refused(model, "bits", "eco", bits=0)
     refused(model, "^local must be an odd k", "eco", local=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from torch import nn
 
 from ecoformer.accounting.energy import EnergyTable, energy_table
 from ecoformer.accounting.ledger import Accounting, Backend, Ledger, check_accounting, cost
-from ecoformer.attention import attention_class, list_attentions
+from ecoformer.attention import list_attentions
+from ecoformer.attention.registry import no_setting, settings_of
 from ecoformer.conversion import convert
 
 INPUTS = ("resolution", "tokens")
@@ -85,21 +85,6 @@ def sweep(
     return points
 
 
-def settings_of(mechanism: str) -> set[str]:
-    """Names of the arguments that a mechanism takes besides its sizes."""
-    initialisers = [cls.__dict__["__init__"] for cls in attention_class(mechanism).__mro__ if _own(cls)]
-    return {
-        parameter.name
-        for function in initialisers
-        for parameter in signature(function).parameters.values()
-        if parameter.kind is Parameter.KEYWORD_ONLY
-    }
-
-
-def _own(cls: type) -> bool:
-    return "__init__" in cls.__dict__ and issubclass(cls, nn.Module) and cls is not nn.Module
-
-
 def _input(parameter: str, value: int) -> Any:
     if parameter == "resolution":
         return (1, 3, value, value)
@@ -127,5 +112,7 @@ def _check(
             raise ValueError(f"{parameter} is a setting of a mechanism: name one (--attention or --compare)")
         if parameter not in settings_of(mechanism):
             having = [name for name in list_attentions() if parameter in settings_of(name)]
-            known = f"mechanisms that have it: {', '.join(having)}" if having else "no mechanism has it"
+            if not having:
+                raise ValueError(no_setting(parameter, [mechanism]))
+            known = f"mechanisms that have it: {', '.join(having)}"
             raise ValueError(f"{parameter!r} is no setting of {mechanism}; {known}")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from inspect import Parameter, signature
 from typing import Any, TypeVar
+
+from torch import nn
 
 from ecoformer.attention.base import Attention
 
@@ -46,4 +50,37 @@ def create_attention(name: str, dim: int, num_heads: int, **kwargs: Any) -> Atte
     try:
         return cls(dim, num_heads, **kwargs)
     except TypeError as error:
-        raise TypeError(f"{name}: {error} (see help(ecoformer.attention.{cls.__name__}))") from error
+        raise refusal(name, error) from error
+
+
+def settings_of(mechanism: str) -> set[str]:
+    """Names of the arguments that a mechanism takes besides its sizes."""
+    initialisers = [cls.__dict__["__init__"] for cls in attention_class(mechanism).__mro__ if _own(cls)]
+    return {
+        parameter.name
+        for function in initialisers
+        for parameter in signature(function).parameters.values()
+        if parameter.kind is Parameter.KEYWORD_ONLY
+    }
+
+
+def no_setting(key: str, mechanisms: Iterable[str]) -> str:
+    """That none of the mechanisms has such a setting, which one may be meant, and which there are."""
+    names = list(mechanisms)
+    known = sorted(set().union(*map(settings_of, names)))
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    return f"{key!r} is no setting of {' or '.join(names)}{hint}; known are {', '.join(known)}"
+
+
+def refusal(mechanism: str, error: TypeError) -> TypeError:
+    """What a mechanism's constructor raised, so that a user knows what to change."""
+    odd = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if odd and odd[1] not in settings_of(mechanism):
+        return TypeError(no_setting(odd[1], [mechanism]))
+    name = attention_class(mechanism).__name__
+    return TypeError(f"{mechanism}: {error} (see help(ecoformer.attention.{name}))")
+
+
+def _own(cls: type) -> bool:
+    return "__init__" in cls.__dict__ and issubclass(cls, nn.Module) and cls is not nn.Module

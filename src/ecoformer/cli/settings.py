@@ -6,7 +6,8 @@ import ast
 from collections.abc import Iterable
 from typing import Any
 
-from ecoformer.accounting.sweeps import SYNONYMS, settings_of
+from ecoformer.accounting.sweeps import SYNONYMS
+from ecoformer.attention.registry import no_setting, settings_of
 
 
 def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
@@ -33,8 +34,9 @@ def settings_for(mechanisms: list[str | None], given: dict[str, Any]) -> list[di
     known = [set() if name is None else settings_of(name) for name in mechanisms]
     for key in given:
         if not any(key in names for names in known):
-            having = ", ".join(name for name in mechanisms if name) or "a model that is taken as it is"
-            raise ValueError(f"--set {key}: no setting of {having}")
+            named = [name for name in mechanisms if name]
+            taken = f"{key!r} is no setting of a model that is taken as it is"
+            raise ValueError(f"--set: {no_setting(key, named) if named else taken}")
     return [{key: value for key, value in given.items() if key in names} for names in known]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ecoformer.attention import Attention, HashedAttention, attention_class
+from ecoformer.attention.registry import refusal
 from ecoformer.attention.weights import Projections
 from ecoformer.conversion.layers import Found, Selection, choose, find_layers, mechanism_in
 from ecoformer.conversion.report import Conversion, Left, Replaced
@@ -213,7 +214,7 @@ def _build(cls: type[Attention], found: Found, settings: dict[str, Any]) -> Atte
         else:
             new = cls.from_projections(_source(found), **settings).train(layer.training)
     except TypeError as error:
-        raise TypeError(f"{cls.name}: {error} (see help(ecoformer.attention.{cls.__name__}))") from error
+        raise refusal(cls.name, error) from error
     return new
 
 
