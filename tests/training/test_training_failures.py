@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pkgutil
 import resource
 import shutil
 import signal
@@ -189,6 +190,57 @@ def test_nothing_but_damaged_checkpoints(halfway, plain):
     assert halfway.steps() == [4, 5]
 
 
+READS = {
+    "a file": ("ecoformer.training.state._checksum", "optimizer.bin"),
+    "the manifest": ("pathlib.Path.read_text", "manifest.json"),
+    "the folder": ("os.listdir", "checkpoints"),
+}
+
+
+@pytest.mark.parametrize("what", READS)
+def test_a_passing_error_in_reading_loses_nothing(what, halfway, plain, expected, monkeypatch):
+    where, name = READS[what]
+    original = pkgutil.resolve_name(where)
+
+    def failing(path, **options):
+        if str(path).endswith(name):
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return original(path, **options)
+
+    before = contents(halfway.path)
+    with monkeypatch.context() as patch:
+        patch.setattr(where, failing)
+        with pytest.raises(OSError, match=rf"(?s){name}.*Stale|Stale.*{name}"):
+            train(plain, halfway.path, resume=True, show=False)
+    assert contents(halfway.path) == before
+    assert whole(plain, halfway.path, resume=True) == expected
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_damaged_checkpoint_is_kept_until_the_next_is_complete(halfway, plain, monkeypatch):
+    flip(halfway.checkpoint(5) / "model.safetensors")
+    in_step(monkeypatch, 4, fail)
+    with pytest.warns(UserWarning, match="damaged"):
+        stopped(plain, halfway.path, resume=True)
+    stopped(plain, halfway.path, resume=True)
+    assert [path.name[:18] for path in halfway.checkpoints.glob(".damaged-*")] == [".damaged-000000005"]
+
+
+def test_a_run_stopped_where_its_folder_cannot_be_read(plain, tmp_path, monkeypatch):
+    def unlisted(*args):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    def lose(trainer, loss):
+        monkeypatch.setattr("os.listdir", unlisted)
+        fail(trainer, loss)
+
+    in_step(monkeypatch, 3, lose)
+    assert stopped(plain, tmp_path / "run").startswith("power cut; the checkpoints cannot be listed in ")
+
+
 def finite(folder, step):
     tensors = state.read(folder.checkpoint(step) / "progress.safetensors")[0]
     from safetensors.torch import load_file
@@ -346,11 +398,11 @@ def test_a_finished_run_returns_at_once(plain, finished, monkeypatch):
 
 
 def test_a_finished_run_stays_as_it_is(finished, tmp_path):
-    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    before = contents(finished)
     changed = recipe(PLAIN, "precision=bf16", "optimiser.lr=0.5", folder=tmp_path)
     result = train(changed, finished, resume=True, show=False)
     assert (result["recipe"]["precision"], result["changes"]) == ("fp32", [])
-    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+    assert contents(finished) == before
     with pytest.raises(ValueError, match=r"another recipe \(batch: 8 then, 4 now\)"):
         train(recipe(PLAIN, "batch=4", folder=tmp_path), finished, resume=True, show=False)
 

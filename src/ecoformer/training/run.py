@@ -145,11 +145,17 @@ def _saying_how_to_go_on(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        steps = folder.steps()
-        kept = f"the state of step {steps[-1]} is kept" if steps else "no checkpoint was written yet"
-        remedy = f"{kept} in {folder.path}; the same command with --resume goes on"
+        remedy = f"{_kept(folder)} in {folder.path}; the same command with --resume goes on"
         kind = Interrupted if isinstance(error, Interrupted) else RunStopped
         raise kind(f"{_cause(error)}; {remedy}") from error
+
+
+def _kept(folder: RunFolder) -> str:
+    try:
+        steps = folder.steps()
+    except OSError:  # it may be what stopped the run
+        return "the checkpoints cannot be listed"
+    return f"the state of step {steps[-1]} is kept" if steps else "no checkpoint was written yet"
 
 
 def _cause(error: Exception) -> str:

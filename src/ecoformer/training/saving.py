@@ -94,12 +94,12 @@ def _agreed_step(trainer: Trainer) -> int:
     if trainer.first:
         try:
             found = [trainer.folder.newest_good() or 0]
-        except CheckpointError as error:
-            found = [str(error)]
+        except (CheckpointError, OSError) as error:
+            found = [error]
     if trainer.accelerator.num_processes > 1:
         broadcast_object_list(found)
-    if isinstance(found[0], str):
-        raise CheckpointError(found[0])
+    if isinstance(found[0], Exception):
+        raise found[0]
     return int(found[0])
 
 

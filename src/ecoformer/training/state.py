@@ -113,8 +113,11 @@ class RunFolder:
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are complete, oldest first."""
-        names = [entry.name for entry in self.checkpoints.glob("step-*") if entry.name[5:].isdigit()]
-        return sorted(int(name[5:]) for name in names)
+        try:
+            names = os.listdir(self.checkpoints)  # glob passes by errors, as if there were nothing
+        except FileNotFoundError:
+            return []
+        return sorted(int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdigit())
 
     def checkpoint(self, step: int) -> Path:
         """The folder of one checkpoint."""
@@ -184,32 +187,38 @@ def complete(folder: RunFolder, step: int, keep: int) -> Path:
         to_disk(entry)
     unfinished.rename(path)
     to_disk(folder.checkpoints)
-    tidy(folder, keep)
+    tidy(folder, keep, damaged=True)
     return path
 
 
-def tidy(folder: RunFolder, keep: int) -> None:
-    """Remove checkpoints that are too old, damaged, or were never completed."""
+def tidy(folder: RunFolder, keep: int, *, damaged: bool = False) -> None:
+    """Remove checkpoints that are too old or were never completed, and damaged ones if asked to."""
     left = [folder.checkpoint(old) for old in folder.steps()[:-keep]]
-    for pattern in (".writing-*", ".damaged-*"):
+    for pattern in (".writing-*", ".damaged-*") if damaged else (".writing-*",):
         left += folder.checkpoints.glob(pattern)
     for path in left:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+    """What is wrong with a checkpoint, or None; an error in reading, which may pass, is raised."""
+    name = MANIFEST
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if PROGRESS not in manifest:
+        if not isinstance(manifest, dict) or PROGRESS not in manifest:
             return f"{MANIFEST} does not name {PROGRESS}"
         for name, checksum in manifest.items():
-            if not (path / name).is_file():
-                return f"{name} is missing"
             if _checksum(path / name) != checksum:
                 return f"{name} is not what was written"
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read: {type(error).__name__}"
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return f"{name} is missing"
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise OSError(
+            f"{path / name} cannot be read ({reason}): nothing was changed, try again with --resume"
+        ) from error
+    except ValueError:
+        return f"{MANIFEST} is no JSON"
     return None
 
 
