@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-import ecoformer  # noqa: F401  before timm
+import ecoformer
+from ecoformer.models.text import lra_text
 
 timm = pytest.importorskip("timm")
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -36,3 +37,10 @@ def test_softmax_over_all_tokens_is_said_to_be_dearer_than_the_model(run):
     for more in (("native,softmax,eco",), ("eco",)):
         assert "over all tokens" not in run("cost", "pvt_v2_b0", "--compare", *more, "--resolution", "64")[1]
     assert "over all tokens" not in run("cost", "vit_tiny_patch16_224", "--compare", "softmax,eco")[1]
+
+
+def test_small_models_are_counted_in_millions(run, tmp_path):
+    path = ecoformer.save(lra_text(length=64, dim=16, hidden=16), tmp_path / "small.safetensors")
+    out = run("cost", str(path), "--compare", "softmax,eco", "--tokens", "64")[1]
+    assert "energy (10⁶ pJ)" in out
+    assert " 0.00 " not in out

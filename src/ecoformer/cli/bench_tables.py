@@ -62,7 +62,7 @@ def _cells(row: Row) -> dict[str, str]:
         "ms": _short(timing.median_ms if timing else None),
         "quartiles": f"{_short(timing.low_ms)} – {_short(timing.high_ms)}" if timing else "",
         f"{counted}/s": _short(row.per_second),
-        "× SDPA": _short(row.ratio_to_sdpa),
+        "speed, SDPA = 1": _short(row.ratio_to_sdpa),
         "MB": _short(row.peak_mb),
         "J": _short(energy.per_item_joules if energy else None),
         "checked": _checked(row),

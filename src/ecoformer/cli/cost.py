@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from ecoformer.conversion import convert
 
 NATIVE = "native"
 """A model as it is, as recipes call it."""
+_DIVISORS = {"10⁹": 1e9, "10⁶": 1e6}
 
 
 def cost(
@@ -150,9 +151,10 @@ def _print_ledgers(ledgers: dict[str, Ledger], as_json: bool, as_csv: bool) -> N
     elif as_csv:
         _csv([{"attention": name} | ledger.summary() for name, ledger in ledgers.items()])
     else:
-        table = _table("attention")
+        unit = _unit(ledgers.values())
+        table = _table(unit, "attention")
         for name, ledger in ledgers.items():
-            table.add_row(name, *_figures(ledger))
+            table.add_row(name, *_figures(ledger, unit))
         plain_console().print(table)
         _print_notes(ledgers)
 
@@ -163,7 +165,8 @@ def _say_what_was_replaced(ledgers: dict[str, Ledger], native: Callable[[], Ledg
         return
     own = native().energy_pj
     if own < 0.99 * ledgers["softmax"].energy_pj:
-        says = f"as it is, the model takes {own / 1e9:,.2f} (10⁹ pJ), see native"
+        unit = _unit(ledgers.values())
+        says = f"as it is, the model takes {own / _DIVISORS[unit]:,.2f} ({unit} pJ), see native"
         typer.echo(f"softmax is that over all tokens: {says}")
 
 
@@ -174,11 +177,12 @@ def _print_points(points: list[Point], as_json: bool, as_csv: bool) -> None:
     elif as_csv:
         _csv(rows)
     else:
-        table = _table("attention", points[0].parameter)
+        unit = _unit(point.ledger for point in points)
+        table = _table(unit, "attention", points[0].parameter)
         for before, point in zip([None, *points], points, strict=False):
             if before is not None and before.mechanism != point.mechanism:
                 table.add_section()
-            table.add_row(point.mechanism or "as it is", str(point.value), *_figures(point.ledger))
+            table.add_row(point.mechanism or "as it is", str(point.value), *_figures(point.ledger, unit))
         plain_console().print(table)
         _print_notes({point.mechanism or "as it is": point.ledger for point in points})
 
@@ -189,15 +193,20 @@ def _print_notes(ledgers: dict[str, Ledger]) -> None:
             typer.echo(f"{what} ({name}): {', '.join(layers)}")
 
 
-def _table(*keys: str) -> Table:
+def _unit(ledgers: Iterable[Ledger]) -> str:
+    """In which the smallest of all has digits to show."""
+    return "10⁹" if min(ledger.total.mul for ledger in ledgers) >= 1e7 else "10⁶"
+
+
+def _table(unit: str, *keys: str) -> Table:
     table = Table(*keys)
-    for head in ("mul (10⁹)", "add (10⁹)", "energy (10⁹ pJ)", "of it attention"):
+    for head in (f"mul ({unit})", f"add ({unit})", f"energy ({unit} pJ)", "of it attention"):
         table.add_column(head, justify="right")
     return table
 
 
-def _figures(ledger: Ledger) -> list[str]:
-    counts = [f"{x / 1e9:,.2f}" for x in (ledger.total.mul, ledger.total.add, ledger.energy_pj)]
+def _figures(ledger: Ledger, unit: str) -> list[str]:
+    counts = [f"{x / _DIVISORS[unit]:,.2f}" for x in (ledger.total.mul, ledger.total.add, ledger.energy_pj)]
     return [*counts, f"{ledger.shares()['attention']:.0%}"]
 
 
