@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from ecoformer.hashing import hashers_of
 from ecoformer.training import as_yaml, list_recipes, load_recipe, train
 from ecoformer.training.building import build_model
 from ecoformer.training.loop import Trainer
-from ecoformer.training.optimisation import LearningRate
+from ecoformer.training.optimisation import LearningRate, build_optimiser
 from ecoformer.training.run import load_splits
 from ecoformer.training.state import RunFolder
 
@@ -211,6 +212,42 @@ def test_what_cannot_be_run_is_said_before_anything_is_written(change, error, me
     with pytest.raises(error, match=message):
         train(recipe(PLAIN, change, folder=tmp_path), tmp_path / "run", show=False)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "targets", "message"),
+    [
+        ("test", [], "the test data of recall ask for nothing"),
+        ("test", [-100, -100], "the test data of recall ask for nothing"),
+        ("test", [7, 8], "the test data of recall have targets from 7 to 8, but classes=8 go from 0 to 7"),
+        ("train", [-1, 0], "the training data of recall have targets from -1 to 0, but classes=8"),
+        ("train", [-100, 8], "the training data of recall have targets from 8 to 8, but classes=8"),
+    ],
+)
+def test_targets_that_cannot_be_learned_are_said_before_anything_is_written(part, targets, message, tmp_path):
+    chosen = recipe(PLAIN, folder=tmp_path)
+    splits = load_splits(chosen)
+    rows = torch.tensor(targets, dtype=torch.int16)[:, None].repeat(20, splits.length)
+    wrong = Arrays(torch.ones_like(rows), rows)
+    with pytest.raises(ValueError, match=message):
+        train(chosen, tmp_path / "run", show=False, splits=replace(splits, **{part: wrong}))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "clion", "lambw", "laprop", "mars"])
+def test_betas_reach_every_optimiser_that_takes_two(name, tmp_path):
+    changes = (f"optimiser.name={name}", "optimiser.betas=[0.8, 0.7]")
+    optimiser = build_optimiser(torch.nn.Linear(2, 2), recipe(PLAIN, *changes, folder=tmp_path))
+    assert {tuple(group["betas"]) for group in optimiser.param_groups} == {(0.8, 0.7)}
+
+
+@pytest.mark.parametrize("name", ["sgd", "adan", "adopt"])
+def test_betas_are_not_ignored(name, tmp_path):
+    plain = recipe(PLAIN, f"optimiser.name={name}", folder=tmp_path)
+    build_optimiser(torch.nn.Linear(2, 2), plain)
+    other = recipe(PLAIN, f"optimiser.name={name}", "optimiser.betas=[0.8, 0.7]", folder=tmp_path)
+    with pytest.raises(ValueError, match=f"optimiser.betas: timm gives {name} no two betas"):
+        build_optimiser(torch.nn.Linear(2, 2), other)
 
 
 CONVOLUTIONS = {"name": "resnet18", "options": {"layers": [1, 1, 1, 1], "channels": [8, 8, 8, 8]}}

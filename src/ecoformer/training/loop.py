@@ -27,7 +27,7 @@ from ecoformer.training.optimisation import LearningRate, build_optimiser
 from ecoformer.training.recipe import Recipe
 from ecoformer.training.saving import Progress, read_checkpoint, write_checkpoint
 from ecoformer.training.state import RunFolder
-from ecoformer.training.tasks import Task, distillation_loss
+from ecoformer.training.tasks import Task, check_targets, distillation_loss
 
 
 class Interrupted(RuntimeError):
@@ -58,6 +58,7 @@ class Trainer:
     ) -> None:
         self.recipe, self.splits, self.folder = recipe, splits, folder
         changes = folder.check(recipe, resume=resume)
+        check_targets(splits, recipe.data.name)
         self.accelerator = make_accelerator(recipe, device)
         self.first = self.accelerator.is_main_process
         self.device = self.accelerator.device

@@ -11,7 +11,7 @@ from ecoformer.training.recipe import Recipe
 
 def build_optimiser(model: nn.Module, recipe: Recipe) -> Any:
     """timm's optimiser of that name; biases and norms do not decay."""
-    from timm.optim import create_optimizer_v2, list_optimizers
+    from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 
     o = recipe.optimiser
     if o.name not in list_optimizers():
@@ -19,8 +19,11 @@ def build_optimiser(model: nn.Module, recipe: Recipe) -> Any:
             f"optimiser.name: timm has no optimiser {o.name!r}; adamw, lamb, lion, sgd are usual"
         )
     arguments: dict[str, Any] = {"lr": o.lr, "weight_decay": o.weight_decay, "eps": o.eps}
-    if "adam" in o.name or o.name in ("lamb", "lion"):
+    known = get_optimizer_info(o.name)
+    if known.has_betas and known.num_betas == len(o.betas):
         arguments["betas"] = o.betas
+    elif o.betas != type(o).model_fields["betas"].default:
+        raise ValueError(f"optimiser.betas: timm gives {o.name} no two betas: leave them out")
     try:
         return create_optimizer_v2(model, opt=o.name, **arguments)
     except TypeError as error:

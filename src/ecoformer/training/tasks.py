@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ecoformer.attention.splitting import stretch
 from ecoformer.data.augment import augment, plain
 from ecoformer.data.masking import mask_bytes
-from ecoformer.data.splits import IGNORED, Splits
+from ecoformer.data.splits import IGNORED, Arrays, Splits
 from ecoformer.training.recipe import Recipe
 
 
@@ -86,6 +86,20 @@ class Task:
     def _changes(self) -> dict[str, Any]:
         a = self.recipe.augment
         return {"pad": a.pad, "flip": a.flip, "erase": a.erase}
+
+
+def check_targets(splits: Splits, data: str) -> None:
+    """Refuse targets that are no classes, and test data that ask for nothing, before anything is trained."""
+    for name, part in (("training", splits.train), ("test", splits.test)):
+        targets = part.targets if isinstance(part, Arrays) else part.labels
+        asked = targets[targets != IGNORED]
+        if name == "test" and not len(asked):
+            raise ValueError(f"the test data of {data} ask for nothing: give some to measure with")
+        if len(asked) and not 0 <= int(asked.min()) <= int(asked.max()) < splits.classes:
+            raise ValueError(
+                f"the {name} data of {data} have targets from {int(asked.min())} to {int(asked.max())}, but "
+                f"classes={splits.classes} go from 0 to {splits.classes - 1}: mend one of them"
+            )
 
 
 def distillation_loss(logits: Tensor, taught: Tensor, targets: Tensor, temperature: float) -> Tensor:
