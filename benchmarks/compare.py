@@ -4,8 +4,8 @@
     python benchmarks/compare.py recall --grid data.options.pairs=4,8,16 --mechanisms softmax eco:local=7
 
 Runs are separate processes of `ecoformer train`, as many at a time as `--at-once` says; those that are
-finished already are not run again. The result file is written anew after every run, so that a comparison that
-is stopped leaves one.
+finished already are not run again, and must have been made by the same recipe. The result file is written
+anew after every run, so that a comparison that is stopped leaves one.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from typing import Any
 from record import relative, write_result
 
 import ecoformer
+from ecoformer.training import load_recipe
+from ecoformer.training.recipe import Recipe, checked
+from ecoformer.training.state import CHANGEABLE
 
-HASHED = ("eco", "klsh_eco")
-"""Mechanisms that take the recipes' own options, bits and support."""
+NO_MATTER = CHANGEABLE - {"optimiser.lr", "optimiser.clip", "precision"}
+"""What a run may be resumed with in another value, but for what its figures depend on."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +42,26 @@ class Run:
 
     @property
     def name(self) -> str:
-        words = [self.mechanism, *(change.rpartition(".")[2] for change in self.point), str(self.seed)]
+        pairs = (change.partition("=") for change in self.point)
+        words = [self.mechanism, *(key.rpartition(".")[2] + value for key, _, value in pairs), str(self.seed)]
         odd: dict[str, str | int | None] = {":": "-", "=": "", ",": "-", "/": "_", " ": ""}
         return "-".join(words).translate(str.maketrans(odd))
 
     def changes(self) -> list[str]:
+        """Of the recipe, which forgets its options with another `attention.name`: others have defaults.
+
+        Those of klsh_eco are 16 bits and 25 support samples, as recipes have them for eco.
+        """
         name, _, settings = self.mechanism.partition(":")
-        own = [] if name in HASHED else ["attention.options={}"]
         options = [f"attention.options.{setting}" for setting in settings.split(",") if setting]
-        return [f"attention.name={name}", *own, *options, f"seed={self.seed}", *self.point]
+        return [f"attention.name={name}", *options, f"seed={self.seed}", *self.point]
 
 
 def main() -> None:
     options = _options()
     points = list(itertools.product(*map(_values, options.grid)))
     runs = [Run(m, s, p) for s in options.seeds for p in points for m in options.mechanisms]
+    _check(runs, options)
     waiting = list(runs)
     running: dict[subprocess.Popen[bytes], Run] = {}
     while waiting or running:
@@ -93,6 +101,47 @@ def _options() -> argparse.Namespace:
 def _values(grid: str) -> list[str]:
     key, _, values = grid.partition("=")
     return [f"{key}={value}" for value in values.split(",")]
+
+
+def _check(runs: list[Run], options: argparse.Namespace) -> None:
+    """Refuse what would put figures beside names that are not theirs."""
+    for change in options.set:
+        key = change.partition("=")[0]
+        if key in ("attention", "attention.name") or f"{key}.".startswith("attention.options."):
+            raise SystemExit(f"--set {change} reaches only some runs: write it at the mechanism: eco:local=7")
+    names = [run.name for run in runs]
+    for name in names:
+        if names.count(name) > 1:
+            raise SystemExit(f"two runs would be called {name}: name each mechanism, seed and value once")
+    for run in runs:
+        file = options.out / run.name / "result.json"
+        try:
+            recipe = load_recipe(options.recipe, [*options.set, *run.changes()])
+        except (ValueError, OSError) as error:
+            raise SystemExit(f"{run.name}: {error}") from None
+        odd = _difference(file, recipe)
+        if odd:
+            raise SystemExit(f"{file} is the result of another recipe ({odd}): take another --out")
+
+
+def _difference(file: Path, recipe: Recipe) -> str | None:
+    """In what a finished run is not what a recipe would make."""
+    if not file.is_file():
+        return None
+    found = checked(json.loads(file.read_text())["recipe"], str(file))
+    then, now = (_flat(each.model_dump(mode="json")) for each in (found, recipe))
+    for key in sorted((then.keys() | now.keys()) - NO_MATTER):
+        if then.get(key) != now.get(key):
+            return f"{key} was {then.get(key)}, not {now.get(key)}"
+    return None
+
+
+def _flat(values: dict[str, Any], section: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        key = section + name
+        found |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
+    return found
 
 
 def _start(run: Run, options: argparse.Namespace) -> subprocess.Popen[bytes]:
