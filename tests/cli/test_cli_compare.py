@@ -44,3 +44,12 @@ def test_small_models_are_counted_in_millions(run, tmp_path):
     out = run("cost", str(path), "--compare", "softmax,eco", "--tokens", "64")[1]
     assert "energy (10⁶ pJ)" in out
     assert " 0.00 " not in out
+
+
+def test_models_for_one_size_of_images_are_built_for_the_size_asked_for(run):
+    for command in (("cost",), ("simulate", "model")):
+        status, _, err = run(*command, "vit_tiny_patch16_224", "--attention", "eco", "--resolution", "64")
+        assert (status, err) == (0, "")
+    lines = run("cost", "vit_tiny_patch16_224", "--sweep", "resolution=64,96,224", "--csv")[1].splitlines()
+    energies = [float(line.split(",")[lines[0].split(",").index("energy_pj")]) for line in lines[1:]]
+    assert energies[0] < energies[1] < energies[2]

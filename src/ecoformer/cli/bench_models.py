@@ -18,7 +18,7 @@ def base_model(name: str, resolution: int, tokens: int, **how: Any) -> tuple[nn.
     if name == "lra_text":
         return _text_model(tokens, **how)
     try:
-        model = open_model(name).model
+        model = open_model(name, image_size=resolution).model
     except ModuleNotFoundError as error:
         raise ImportError(
             f"{name} needs {error.name}: pip install 'ecoformer[vision]', or take lra_text"

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,7 +84,8 @@ def cost(
     example: Any = torch.zeros(1, 3, resolution or 224, resolution or 224)
     if tokens is not None:
         example = torch.zeros(1, tokens, dtype=torch.long)
-    ask = _Question(lambda: _open(model), example, accounting, energy, backend)
+    size = None if tokens is not None else resolution or 224
+    ask = _Question(partial(_open, model), size, example, accounting, energy, backend)
     if swept is not None:
         _print_points(ask.sweep(names, chosen, *swept), as_json, as_csv)
     elif compare is not None:
@@ -101,14 +103,16 @@ def cost(
 class _Question:
     """A model, its input, and how to count."""
 
-    build: Callable[[], nn.Module]
+    build: Callable[[int | None], nn.Module]
+    """For images of a size, or None."""
+    size: int | None
     example: Any
     accounting: Any
     energy: str
     backend: Any
 
     def ledger(self, mechanism: str | None, settings: dict[str, Any]) -> Ledger:
-        model = self.build()
+        model = self.build(self.size)
         if mechanism is not None:
             convert(model, mechanism, example=self.example, **settings)
         return cost_of(model, self.example, **self._how())
@@ -119,17 +123,20 @@ class _Question:
         count = {"example": self.example} | self._how()
         found: list[Point] = []
         for name, some in zip(names, settings, strict=True):
-            found += sweep(self.build, parameter, values, mechanisms=[name], settings=some, **count)
+            for value in values:
+                size = value if parameter == "resolution" else None if parameter == "tokens" else self.size
+                build = partial(self.build, size)
+                found += sweep(build, parameter, [value], mechanisms=[name], settings=some, **count)
         return found
 
     def _how(self) -> dict[str, Any]:
         return {"accounting": self.accounting, "energy": self.energy, "backend": self.backend}
 
 
-def _open(model: str) -> nn.Module:
+def _open(model: str, size: int | None) -> nn.Module:
     # A name has no weights worth having; files and folders have.
     with nullcontext() if Path(model).exists() else torch.device("meta"):
-        return open_model(model).model
+        return open_model(model, image_size=size).model
 
 
 def _names(compare: str) -> list[str | None]:

@@ -74,7 +74,7 @@ def built_model(
         example = torch.zeros(batch, 3, resolution, resolution, device="meta")
     # A name has no weights worth having; files and folders have.
     with nullcontext() if Path(name).exists() else torch.device("meta"):
-        model = open_model(name).model
+        model = open_model(name, image_size=resolution).model
     if attention is not None:
         convert(model, attention, example=example)
     return model, example

@@ -26,11 +26,18 @@ class Source:
     notes: tuple[str, ...] = ()
 
 
-def open_model(name: str, *, architecture: str | None = None, pretrained: bool = False) -> Source:
+def open_model(
+    name: str,
+    *,
+    architecture: str | None = None,
+    pretrained: bool = False,
+    image_size: int | None = None,
+) -> Source:
     """The model that `name` stands for.
 
     A file of `ecoformer.save` or of the authors of EcoFormer; weights of a timm model, whose name is
-    `architecture`; a folder that `transformers` or our `save_pretrained` wrote; or a timm model's name.
+    `architecture`; a folder that `transformers` or our `save_pretrained` wrote; or a timm model's name, which
+    is built for images of `image_size` where it is for one size only.
     """
     path = Path(name)
     is_name = not path.is_dir() and not path.is_file()
@@ -45,7 +52,7 @@ def open_model(name: str, *, architecture: str | None = None, pretrained: bool =
     if path.suffix in (".safetensors", ".pth", ".pt", ".bin") or len(path.parts) > 1:
         raise FileNotFoundError(f"there is no file {name}")
     notes = () if pretrained else (f"the weights of {name} are random: --pretrained starts from timm's",)
-    return Source(_timm(name, pretrained=pretrained), f"timm model {name}", notes=notes)
+    return Source(_timm(name, image_size, pretrained=pretrained), f"timm model {name}", notes=notes)
 
 
 def _from_file(path: Path) -> Source:
@@ -116,11 +123,16 @@ def _from_transformers(path: Path, config: dict[str, Any]) -> Source:
     return Source(model, f"transformers model {path.name}/", tokenizer)
 
 
-def _timm(name: str, **arguments: Any) -> nn.Module:
+def _timm(name: str, image_size: int | None = None, **arguments: Any) -> nn.Module:
     import timm
 
     check_timm_name(name, f"{name!r} is neither a file, nor a folder, nor a timm model")
-    model: nn.Module = timm.create_model(name, **arguments)
+    model: nn.Module
+    if image_size is not None:
+        with contextlib.suppress(TypeError):  # models for images of any size do not take theirs
+            model = timm.create_model(name, img_size=image_size, **arguments)
+            return model.eval()
+    model = timm.create_model(name, **arguments)
     return model.eval()
 
 
