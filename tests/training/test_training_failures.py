@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pkgutil
 import resource
 import shutil
 import signal
@@ -13,10 +12,21 @@ import warnings
 
 import pytest
 import torch
-from training_runs import MASKED, PICTURES, PLAIN, in_child, outcome, recipe, whole
+from training_runs import (
+    MASKED,
+    PICTURES,
+    PLAIN,
+    contents,
+    fail,
+    in_child,
+    in_step,
+    outcome,
+    recipe,
+    stopped,
+    whole,
+)
 
 import ecoformer.training.run as run_module
-from ecoformer.storage import CheckpointError
 from ecoformer.training import interrupts, state, train
 from ecoformer.training.loading import Pictures
 from ecoformer.training.loop import Interrupted, Trainer
@@ -24,41 +34,6 @@ from ecoformer.training.run import RunStopped
 from ecoformer.training.state import RunFolder
 
 REMEDY = "the same command with --resume goes on"
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return recipe(PLAIN, folder=tmp_path_factory.mktemp("plain"))
-
-
-@pytest.fixture(scope="module")
-def finished(plain, tmp_path_factory):
-    """Folder of a run that nothing stopped."""
-    folder = tmp_path_factory.mktemp("runs") / "whole"
-    whole(plain, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def expected(finished):
-    return outcome(finished)
-
-
-def in_step(monkeypatch, step, act):
-    """Call `act(trainer, loss)` for the loss of one step, and use what it returns."""
-    original = Trainer._loss
-
-    def changed(self, *args):
-        loss = original(self, *args)
-        return act(self, loss) if self.progress.step == step else loss
-
-    monkeypatch.setattr(Trainer, "_loss", changed)
-
-
-def stopped(chosen, folder, kind=RunStopped, **options):
-    with pytest.raises(kind) as caught:
-        train(chosen, folder, show=False, **options)
-    return str(caught.value)
 
 
 WRITES = {
@@ -122,123 +97,6 @@ def test_files_that_cannot_grow(plain, expected, tmp_path):
     assert "the checkpoint of step 4 was not completed" in said.read_text()
     assert RunFolder(tmp_path / "run").newest_good() == 2
     assert whole(plain, tmp_path / "run", resume=True) == expected
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-DAMAGES = {
-    "flipped": lambda c: flip(c / "model.safetensors"),
-    "optimiser flipped": lambda c: flip(c / "optimizer.bin"),
-    "truncated": lambda c: os.truncate(c / "optimizer.bin", 100),
-    "removed": lambda c: (c / "progress.safetensors").unlink(),
-    "no manifest": lambda c: (c / "manifest.json").unlink(),
-    "empty manifest": lambda c: (c / "manifest.json").write_text("{}"),
-    "odd manifest": lambda c: (c / "manifest.json").write_text("[1]"),
-    "emptied": lambda c: [p.unlink() for p in c.iterdir()],
-}
-
-
-def fail(trainer, loss):
-    raise RuntimeError("power cut")
-
-
-@pytest.fixture(scope="module")
-def cut_short(plain, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cut") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        in_step(patch, 5, fail)
-        stopped(plain, folder)
-    return folder
-
-
-@pytest.fixture
-def halfway(cut_short, tmp_path):
-    """A run with checkpoints of steps 4 and 5 that was stopped in step 6."""
-    folder = RunFolder(shutil.copytree(cut_short, tmp_path / "run"))
-    assert folder.steps() == [4, 5]
-    return folder
-
-
-@pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_checkpoint(how, halfway, plain, expected):
-    DAMAGES[how](halfway.checkpoint(5))
-    with pytest.warns(UserWarning, match="step-000000005 is damaged .* an older one is taken"):
-        found = whole(plain, halfway.path, resume=True)
-    assert found == expected
-
-
-def test_a_damaged_checkpoint_does_not_push_out_a_good_one(halfway, tmp_path, monkeypatch):
-    single = recipe(PLAIN, "keep=1", folder=tmp_path)
-    flip(halfway.checkpoint(5) / "model.safetensors")
-    halfway.checkpoint(5).rename(halfway.checkpoint(7))
-
-    in_step(monkeypatch, 6, fail)
-    with pytest.warns(UserWarning, match="damaged"):
-        stopped(single, halfway.path, resume=True)
-    assert (halfway.steps(), halfway.newest_good()) == ([6], 6)
-
-
-def test_nothing_but_damaged_checkpoints(halfway, plain):
-    for step in halfway.steps():
-        flip(halfway.checkpoint(step) / "model.safetensors")
-    with pytest.warns(UserWarning, match="damaged"), pytest.raises(CheckpointError, match="every checkpoint"):
-        train(plain, halfway.path, resume=True, show=False)
-    assert halfway.steps() == [4, 5]
-
-
-READS = {
-    "a file": ("ecoformer.training.state._checksum", "optimizer.bin"),
-    "the manifest": ("pathlib.Path.read_text", "manifest.json"),
-    "the folder": ("os.listdir", "checkpoints"),
-}
-
-
-@pytest.mark.parametrize("what", READS)
-def test_a_passing_error_in_reading_loses_nothing(what, halfway, plain, expected, monkeypatch):
-    where, name = READS[what]
-    original = pkgutil.resolve_name(where)
-
-    def failing(path, **options):
-        if str(path).endswith(name):
-            raise OSError(errno.ESTALE, "Stale file handle", str(path))
-        return original(path, **options)
-
-    before = contents(halfway.path)
-    with monkeypatch.context() as patch:
-        patch.setattr(where, failing)
-        with pytest.raises(OSError, match=rf"(?s){name}.*Stale|Stale.*{name}"):
-            train(plain, halfway.path, resume=True, show=False)
-    assert contents(halfway.path) == before
-    assert whole(plain, halfway.path, resume=True) == expected
-
-
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_a_damaged_checkpoint_is_kept_until_the_next_is_complete(halfway, plain, monkeypatch):
-    flip(halfway.checkpoint(5) / "model.safetensors")
-    in_step(monkeypatch, 4, fail)
-    with pytest.warns(UserWarning, match="damaged"):
-        stopped(plain, halfway.path, resume=True)
-    stopped(plain, halfway.path, resume=True)
-    assert [path.name[:18] for path in halfway.checkpoints.glob(".damaged-*")] == [".damaged-000000005"]
-
-
-def test_a_run_stopped_where_its_folder_cannot_be_read(plain, tmp_path, monkeypatch):
-    def unlisted(*args):
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    def lose(trainer, loss):
-        monkeypatch.setattr("os.listdir", unlisted)
-        fail(trainer, loss)
-
-    in_step(monkeypatch, 3, lose)
-    assert stopped(plain, tmp_path / "run").startswith("power cut; the checkpoints cannot be listed in ")
 
 
 def finite(folder, step):

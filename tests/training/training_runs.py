@@ -11,10 +11,13 @@ import traceback
 import warnings
 from pathlib import Path
 
+import pytest
 import yaml
 
 from ecoformer import storage
 from ecoformer.training import Recipe, load_recipe, train
+from ecoformer.training.loop import Trainer
+from ecoformer.training.run import RunStopped
 
 PLAIN = {
     "about": "the smallest run: softmax, no hashing",
@@ -172,3 +175,29 @@ def on_ranks(run, *, ranks: int = 2) -> list[int]:
 
     children = [child(lambda rank=rank: run(rank), lambda rank=rank: before(rank)) for rank in range(ranks)]
     return [status_of(pid) for pid in children]
+
+
+def in_step(monkeypatch, step, act):
+    """Call `act(trainer, loss)` for the loss of one step, and use what it returns."""
+    original = Trainer._loss
+
+    def changed(self, *args):
+        loss = original(self, *args)
+        return act(self, loss) if self.progress.step == step else loss
+
+    monkeypatch.setattr(Trainer, "_loss", changed)
+
+
+def stopped(chosen, folder, kind=RunStopped, **options):
+    with pytest.raises(kind) as caught:
+        train(chosen, folder, show=False, **options)
+    return str(caught.value)
+
+
+def fail(trainer, loss):
+    raise RuntimeError("power cut")
+
+
+def contents(folder):
+    """All files below a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
