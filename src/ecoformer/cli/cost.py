@@ -173,7 +173,7 @@ def _say_what_was_replaced(ledgers: dict[str, Ledger], native: Callable[[], Ledg
     own = native().energy_pj
     if own < 0.99 * ledgers["softmax"].energy_pj:
         unit = _unit(ledgers.values())
-        says = f"as it is, the model takes {own / _DIVISORS[unit]:,.2f} ({unit} pJ), see native"
+        says = f"as it is, the model takes {own / _DIVISORS[unit]:,.2f} ({unit} pJ); native shows it"
         typer.echo(f"softmax is that over all tokens: {says}")
 
 
