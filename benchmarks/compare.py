@@ -26,7 +26,7 @@ from record import relative, write_result
 import ecoformer
 from ecoformer.training import load_recipe
 from ecoformer.training.recipe import Recipe, checked
-from ecoformer.training.state import CHANGEABLE
+from ecoformer.training.state import CHANGEABLE, differences
 
 NO_MATTER = CHANGEABLE - {"optimiser.lr", "optimiser.clip", "precision"}
 """What a run may be resumed with in another value, but for what its figures depend on."""
@@ -129,19 +129,10 @@ def _difference(file: Path, recipe: Recipe) -> str | None:
     if not file.is_file():
         return None
     found = checked(json.loads(file.read_text())["recipe"], str(file))
-    then, now = (_flat(each.model_dump(mode="json")) for each in (found, recipe))
-    for key in sorted((then.keys() | now.keys()) - NO_MATTER):
-        if then.get(key) != now.get(key):
-            return f"{key} was {then.get(key)}, not {now.get(key)}"
+    for key, (then, now) in differences(found, recipe).items():
+        if key not in NO_MATTER:
+            return f"{key} was {then}, not {now}"
     return None
-
-
-def _flat(values: dict[str, Any], section: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        key = section + name
-        found |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
-    return found
 
 
 def _start(run: Run, options: argparse.Namespace) -> subprocess.Popen[bytes]:

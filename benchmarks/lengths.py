@@ -3,8 +3,8 @@
     python benchmarks/lengths.py [--graphs] [--device cpu|cuda]
 
 writes results/lengths_cpu.json or lengths_gpu.json, and a picture of times and memory under docs/figures.
-The crossover is looked for at several batches, heads and channels; with `--graphs`
-CUDA graphs are timed besides plain calls, whose launches it hangs on.
+The crossover is looked for at several batches, heads and channels; with `--graphs` by CUDA graphs as well as
+by plain calls, whose launches it hangs on.
 """
 
 from __future__ import annotations

@@ -42,11 +42,26 @@ def save(
             needs such a model.
     """
     model = unwrapped(model)
+    remedy = (
+        "pass save(..., arguments={...}) with what it was created with, or standalone=False, and such a "
+        "model to load"
+    )
+    description = checked_description(model, remedy, arguments, standalone=standalone)
+    return storage.write(path, model.state_dict(), description)
+
+
+def checked_description(
+    model: nn.Module, remedy: str, arguments: dict[str, Any] | None = None, *, standalone: bool = True
+) -> dict[str, Any]:
+    """What `save` writes down of a model, once it is certain that the same one can be built from it.
+
+    Where it cannot, the error ends with the `remedy`.
+    """
     description = describe(model, arguments, standalone=standalone)
     storage.check_config(description)
     if description["model"]["library"] is not None:
-        _check_rebuilds(model, description)
-    return storage.write(path, model.state_dict(), description)
+        _check_rebuilds(model, description, remedy)
+    return description
 
 
 def load(
@@ -101,12 +116,8 @@ def _rebuild_on_meta(description: dict[str, Any]) -> nn.Module | None:
         return None
 
 
-def _check_rebuilds(model: nn.Module, description: dict[str, Any]) -> None:
+def _check_rebuilds(model: nn.Module, description: dict[str, Any], remedy: str) -> None:
     name, arguments = description["model"]["name"], description["model"].get("arguments", {})
-    remedy = (
-        "pass save(..., arguments={...}) with what it was created with, or standalone=False, and such a "
-        "model to load"
-    )
     try:
         again = _rebuild_on_meta(description) or rebuild(description)
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:

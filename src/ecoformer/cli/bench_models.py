@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ecoformer.arguments import one_line
 from ecoformer.benchmarking.models import Load
 from ecoformer.cli.sources import open_model
-from ecoformer.running import eval_mode, run_on_meta
+from ecoformer.running import NOT_TAKEN, eval_mode, run_on_meta
 
 
 def base_model(name: str, resolution: int, tokens: int, **how: Any) -> tuple[nn.Module, Load]:
@@ -32,7 +32,7 @@ def base_model(name: str, resolution: int, tokens: int, **how: Any) -> tuple[nn.
     try:
         with torch.no_grad(), eval_mode(model):
             run_on_meta(model, images(1))
-    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
+    except NOT_TAKEN as error:
         size = f"{resolution} x {resolution} pixels (--resolution)"
         raise ValueError(f"{name} cannot take images of {size}: {one_line(error, 200)}") from error
     return model, Load(images, "images", {"model": name, "resolution": resolution} | _words(how), **how)

@@ -10,13 +10,12 @@ from torch import nn
 
 from ecoformer.arguments import one_line
 from ecoformer.checkpoints import load
-from ecoformer.checkpoints.describe import ARGUMENTS, describe, rebuild
-from ecoformer.checkpoints.structure import difference, structure
+from ecoformer.checkpoints.describe import ARGUMENTS, describe
+from ecoformer.checkpoints.files import checked_description
 from ecoformer.conversion import convert
 from ecoformer.conversion.layers import choose, find_layers
 from ecoformer.data.splits import Splits
 from ecoformer.models.names import check_timm_name
-from ecoformer.storage import check_config, check_fit
 from ecoformer.training.recipe import Recipe
 from ecoformer.training.tasks import Task
 
@@ -127,18 +126,12 @@ def example_of(recipe: Recipe, splits: Splits) -> torch.Tensor:
 def check_export(model: nn.Module, recipe: Recipe) -> None:
     """Refuse a model that could be trained, but not be written to a file that builds it again."""
     try:
-        description = describe(model)
-        check_config(description)
-        again = rebuild(description)
-        check_fit(again, model.state_dict(), source="the model")
-        odd = difference(structure(model), structure(again))
-    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
-        odd = one_line(error)
-    if odd:
+        checked_description(model, "leave out model.options, or choose another model")
+    except (ValueError, TypeError) as error:
+        why = one_line(error, 500)
         raise ValueError(
-            f"model.name={recipe.model.name}: a file could not hold this model ({odd}): leave out "
-            "model.options, or choose another model"
-        )
+            f"model.name={recipe.model.name}: a file could not hold this model: {why}"
+        ) from error
 
 
 def load_teacher(recipe: Recipe, splits: Splits, task: Task, device: torch.device) -> nn.Module | None:

@@ -79,7 +79,10 @@ class RunFolder:
             raise FileExistsError(
                 f"{self.path} holds a run already: go on with --resume, or choose another --out"
             )
-        differing = _differences(self.recipe().model_dump(mode="json"), recipe.model_dump(mode="json"))
+        differing = {
+            name: f"{name}: {then!r} then, {now!r} now"
+            for name, (then, now) in differences(self.recipe(), recipe).items()
+        }
         fixed = [line for name, line in differing.items() if name not in CHANGEABLE]
         if fixed:
             raise ValueError(
@@ -256,11 +259,15 @@ def _barely_begun(path: Path) -> bool:
     return path.is_dir() and {entry.name for entry in path.iterdir()} <= {"checkpoints", ".recipe.yaml.part"}
 
 
-def _differences(old: Any, new: Any, where: str = "") -> dict[str, str]:
-    """The values that differ, by name."""
+def differences(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
+    """The old and the new value where two recipes differ, by name."""
+    return _differences(old.model_dump(mode="json"), new.model_dump(mode="json"))
+
+
+def _differences(old: Any, new: Any, where: str = "") -> dict[str, tuple[Any, Any]]:
     if not (isinstance(old, dict) and isinstance(new, dict)):
-        return {} if old == new else {where: f"{where}: {old!r} then, {new!r} now"}
-    found: dict[str, str] = {}
+        return {} if old == new else {where: (old, new)}
+    found: dict[str, tuple[Any, Any]] = {}
     for name in sorted({*old, *new}):
         found |= _differences(old.get(name), new.get(name), f"{where}.{name}".lstrip("."))
     return found

@@ -178,8 +178,9 @@ def scatter(
     start = batch * p.q_batch + head * p.q_head
     broken = tallies[tally + p.bits + 1] != 0
     nobody = tallies[tally + p.bits] == 0
-    for i in range(_padded(p.channels)):
-        room[at.row + _padded(p.channels) + i] = _ZERO
+    if p.own_value:  # a row of zeros to add it to
+        for i in range(_padded(p.channels)):
+            room[at.row + _padded(p.channels) + i] = _ZERO
     for begin in range(first, last, BLOCK):
         count = min(BLOCK, last - begin)
         at_code = int64(to + begin)
