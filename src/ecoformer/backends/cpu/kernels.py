@@ -9,10 +9,13 @@ from ecoformer.backends.cpu.compiler import callback, carray, digest_of_sources,
 from ecoformer.backends.cpu.hashing import prepare
 from ecoformer.backends.cpu.problem import (
     CAUSAL,
+    FINISHED,
     GATHER,
+    MEMBERS,
     PLACES_SIZE,
     PROBLEM_SIZE,
     SCATTER,
+    TAKEN,
     TEAM_SIZE,
     Places,
     Problem,
@@ -21,7 +24,7 @@ from ecoformer.backends.cpu.problem import (
 )
 from ecoformer.backends.cpu.rows import add_row
 from ecoformer.backends.cpu.sums import clear, gather, scatter, tabulate
-from ecoformer.backends.cpu.vectors import claim, floats, integers, octets
+from ecoformer.backends.cpu.vectors import claim, current, floats, integers, octets
 
 _padded = inlined(padded)
 
@@ -92,12 +95,20 @@ def _entry(digest: int) -> Any:
             return
         numbers = carray(data, (TEAM_SIZE,))
         team = Team(*to_fixed_tuple(numbers, TEAM_SIZE))
-        room = team.scratch + claim(numbers, 0) * team.size
-        share = claim(numbers, 1)
-        while share < team.shares:
+        room = team.scratch + claim(numbers, MEMBERS) * team.size
+        job, share = team.job, claim(numbers, TAKEN)
+        while True:
+            if share >= team.shares:
+                if team.job != GATHER or share >= 2 * team.shares:
+                    break
+                job, share = SCATTER, share - team.shares
+                # Whoever holds a share that is gathered is at work on it, so this ends.
+                while current(numbers, FINISHED) < team.shares:
+                    pass
             first, last = share * team.parts // team.shares, (share + 1) * team.parts // team.shares
-            _run(team.job, first, last, room, team.problem, team.layout)
-            share = claim(numbers, 1)
+            _run(job, first, last, room, team.problem, team.layout)
+            claim(numbers, FINISHED)
+            share = claim(numbers, TAKEN)
 
     return work
 

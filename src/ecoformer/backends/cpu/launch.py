@@ -15,7 +15,6 @@ from ecoformer.backends.cpu.problem import (
     CODES,
     GATHER,
     KEYS,
-    SCATTER,
     WHOLE,
     Team,
     digit_of,
@@ -86,13 +85,12 @@ def attend(call: Call) -> Tensor:
         problem[KEYS] = 0
     elif shared is not None:
         problem[CODES] = 0
-    for job in [CAUSAL] if call.causal else [WHOLE] if shared is None else [GATHER, SCATTER]:
-        members = min(threads, groups * plan.pieces)
-        shares = min(groups * plan.pieces, _SHARES * members if members > 1 else 1)
-        room = scratch(members * plan.size)
-        addresses = problem.buffer_info()[0], plan.layout.buffer_info()[0]
-        team = array("q", Team(0, 0, job, groups * plan.pieces, shares, room, plan.size, *addresses))
-        run_team(work.address, team.buffer_info()[0], members)
+    parts, job = groups * plan.pieces, CAUSAL if call.causal else WHOLE if shared is None else GATHER
+    members = min(threads, parts)
+    shares = min(parts, _SHARES * members if members > 1 else 1)
+    room, addresses = scratch(members * plan.size), (problem.buffer_info()[0], plan.layout.buffer_info()[0])
+    team = array("q", Team(0, 0, 0, job, parts, shares, room, plan.size, *addresses))
+    run_team(work.address, team.buffer_info()[0], members)
     return out if call.v.dtype == torch.float32 else out.to(call.v.dtype)
 
 

@@ -17,7 +17,7 @@ _BYTES = 1 << 18
 _MANY = 1024
 """Keys from which buckets of whole bytes pay their folding."""
 WHOLE, GATHER, SCATTER, CAUSAL = range(4)
-"""What threads are asked for: heads from tokens to output, or in two passes, or in causal order."""
+"""What is done with a share: heads from tokens to output, or one of two passes, or heads in causal order."""
 
 
 class Problem(NamedTuple):
@@ -107,7 +107,10 @@ class Team(NamedTuple):
     """How many have joined."""
     taken: int
     """How many shares are taken."""
+    finished: int
+    """How many shares are done."""
     job: int
+    """For GATHER, SCATTER follows: shares as many again, which wait until all is gathered."""
     parts: int
     """Heads, or parts of heads."""
     shares: int
@@ -119,6 +122,8 @@ class Team(NamedTuple):
 
 
 PROBLEM_SIZE, PLACES_SIZE, TEAM_SIZE = (len(each._fields) for each in (Problem, Places, Team))
+MEMBERS, TAKEN, FINISHED = range(3)
+"""Where a `Team` counts."""
 KEYS, CODES = Problem._fields.index("k"), Problem._fields.index("codes")
 """Where these addresses are in a `Problem`."""
 

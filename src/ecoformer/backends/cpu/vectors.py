@@ -167,6 +167,17 @@ def claim(typing: Any, numbers: Any, index: Any) -> Any:
 
 
 @intrinsic
+def current(typing: Any, numbers: Any, index: Any) -> Any:
+    """One of the integers that other threads `claim`, and with it all that they wrote before."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.gep(pointer_of(context, builder, signature, arguments, 0), [arguments[1]])
+        return builder.load_atomic(place, "acquire", 8)
+
+    return types.int64(numbers, types.int64), emit
+
+
+@intrinsic
 def sign_bits(typing: Any, y: Any, y0: Any) -> Any:
     """Bit r says whether number r of 16 is at least zero."""
 
