@@ -4,12 +4,13 @@
 
 writes results/lengths_cpu.json or lengths_gpu.json, and a picture of times and memory under docs/figures.
 The crossover is looked for at several batches, heads and channels; with `--graphs` by CUDA graphs as well as
-by plain calls, whose launches it hangs on.
+by plain calls, whose launches it hangs on. The result file is written anew after each.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from typing import Any
 
 import torch
@@ -42,15 +43,14 @@ def main() -> None:
     device = torch.device(options.device)
     name = f"lengths_{'gpu' if device.type == 'cuda' else device.type}"
     run = timed(device, options.graphs, options.seconds)
-    crossover = [
-        crossed(device, shape, backward, graphs)
-        for graphs in ([False, True] if options.graphs else [False])
-        for backward in (False, True)
-        for shape in CROSSED[device.type]
-    ]
-    write_result(name, {"lengths": [row.to_dict() for row in run.rows], "crossover": crossover})
     FIGURES.mkdir(exist_ok=True)
     plot_lengths(run, FIGURES / f"{name}.svg")
+    figures: dict[str, Any] = {"lengths": [row.to_dict() for row in run.rows], "crossover": []}
+    write_result(name, figures)
+    ways = [False, True] if options.graphs else [False]
+    for graphs, backward, shape in itertools.product(ways, (False, True), CROSSED[device.type]):
+        figures["crossover"].append(crossed(device, shape, backward, graphs))
+        write_result(name, figures)
 
 
 def setting(

@@ -14,7 +14,9 @@ def figures(name):
     return json.loads((ROOT / "results" / f"{name}.json").read_text())["figures"]
 
 
-KERNELS, MODELS = figures("gpu_kernels"), figures("gpu_models")
+KERNELS, MODELS, COMPILED = (figures(name) for name in ("gpu_kernels", "gpu_models", "gpu_models_compiled"))
+ORDER = [("explicit", "N x N matrix"), ("softmax", "sdpa"), ("performer", "eager"), ("eco", "eager")]
+ORDER += [("eco", "triton")]
 
 
 def time(row, name):
@@ -72,9 +74,52 @@ def test_whole_models(part):
     rows = MODELS[part]["rows"]
     for batch in {row["batch"] for row in rows}:
         here = {(row["mechanism"], row["backend"]): row for row in rows if row["batch"] == batch}
-        order = [("explicit", "N x N matrix"), ("softmax", "sdpa"), ("performer", "eager")]
-        order += [("eco", "eager"), ("eco", "triton")]
-        speeds = [here[key].get("images_per_s") for key in order]
+        speeds = [here[key].get("images_per_s") for key in ORDER]
         cells = ["out of memory" if speed is None else f"{speed:.0f}" for speed in speeds]
         assert f"| {' | '.join(cells)} | {here['eco', 'triton']['ratio_to_sdpa']:.2f} |" in PAGE
         assert all(row["checked"]["passed"] for row in here.values() if row.get("images_per_s"))
+
+
+def compiled_rows(part):
+    rows = COMPILED[part]["rows"]
+    assert all(row["checked"]["passed"] for row in rows)
+    return {(row["mechanism"], row["backend"].removesuffix(", compiled")): row for row in rows}
+
+
+@pytest.mark.parametrize("part", COMPILED)
+def test_whole_models_compiled(part):
+    here = compiled_rows(part)
+    cells = [f"{here[key]['images_per_s']:.0f}" if key in here else "not run" for key in ORDER]
+    assert f"| {' | '.join(cells)} | {here['eco', 'triton']['ratio_to_sdpa']:.2f} |" in PAGE
+
+
+def test_compiled_models_are_summed_up():
+    ratios, matrix = {}, []
+    for part in COMPILED:
+        here = compiled_rows(part)
+        ratios[part] = here["eco", "triton"]["ratio_to_sdpa"]
+        if ("explicit", "N x N matrix") in here:
+            matrix.append(here["explicit", "N x N matrix"]["median_ms"] / here["eco", "triton"]["median_ms"])
+    at_224 = [ratio for part, ratio in ratios.items() if part.startswith("224")]
+    assert f"{min(matrix):.1f} to {max(matrix):.1f} times the paper's baseline" in PAGE
+    assert f"{min(at_224):.2f} to {max(at_224):.2f} times SDPA" in PAGE
+    assert f"512 pixels {ratios['512, batch 32']:.2f} times SDPA" in PAGE
+
+
+def test_energy():
+    rows = {(row["mechanism"], row["backend"]): row["energy"] for row in figures("gpu_energy")["rows"]}
+    sdpa, eager, triton = (
+        1e3 * rows[key]["joules"] for key in (("softmax", "sdpa"), ("eco", "eager"), ("eco", "triton"))
+    )
+    assert f"{sdpa:.0f} mJ by SDPA, {eager:.0f} by eager hashed attention and {triton:.0f} by Triton" in PAGE
+    model = compiled_rows("224, batch 256")
+    sdpa, matrix, triton = (
+        1e3 * model[key]["energy"]["per_item_joules"] for key in (ORDER[1], ORDER[0], ORDER[-1])
+    )
+    assert (
+        f"{sdpa:.1f} mJ a picture with SDPA, {matrix:.1f} with the matrix and {triton:.1f} with Triton"
+        in PAGE
+    )
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"handles {model[ORDER[-1]]['ratio_to_sdpa']:.2f} times as many pictures" in readme
+    assert f"takes {triton:.1f} mJ a picture by the GPU's own counter, where SDPA takes {sdpa:.1f}" in readme

@@ -77,3 +77,25 @@ def test_defaults_are_legal(step, dtype, tokens):
         config = configs.default(step, Sizes(8, tokens, dim, dim, support, bits, dtype))
         assert config.block in (16, 32, 64, 128)
         assert config.per_sm > 0 or step in ("gather", "gather_grad")
+
+
+def test_a_configuration_with_other_results_is_never_chosen(monkeypatch):
+    from ecoformer.backends.triton import tuning
+
+    right, quick = Config(64, 4, 2, 8), Config(128, 4, 2, 8)
+
+    def work():
+        config = configs.choose("gather", SIZES, GPU)
+        wrong = {quick: 2.0, quick._replace(warps=8): float("nan")}
+        return [torch.ones(3) * wrong.get(config, 1.001), None]
+
+    def milliseconds(work, **_):
+        return {right: 3.0, quick: 1.0, quick._replace(warps=8): 1.0}.get(
+            configs.choose("gather", SIZES, GPU), 2.0
+        )
+
+    monkeypatch.setattr(tuning, "do_bench_cudagraph", milliseconds)
+    with configs.trial(gather=right):
+        best, taken = tuning._descend("gather", right, work, float("inf"))
+    assert taken == 2.0
+    assert best.block not in (right.block, quick.block)

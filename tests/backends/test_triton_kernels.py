@@ -216,6 +216,29 @@ def test_half_precision_of_long_sequences(kernels, case, dtype):
     check(kernels, case, dtype)
 
 
+LARGE = [
+    Case(70, bits=32, support=48, heads=1, masked=True),
+    Case(40, dim=96, value_dim=40, n_k=50, batch=1),
+    Case(140, bits=24, causal=True, heads=1, batch=1),
+]
+LARGE_AND_LONG = [
+    Case(1100, dim=32, value_dim=32, bits=bits, support=m) for bits in (24, 32) for m in (25, 48)
+]
+
+
+@pytest.mark.parametrize("case", [*LARGE, *([] if INTERPRETED else LARGE_AND_LONG)])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision_of_large_sizes(kernels, case, dtype):
+    check(kernels, case, dtype)
+    call, grad = (
+        make(case, dtype),
+        torch.randn(case.batch, case.heads, case.n, case.value_dim).to(DEVICE, dtype),
+    )
+    wide = call._replace(q=call.q.float(), k=None if call.k is None else call.k.float(), v=call.v.float())
+    for x, y in zip(by_kernels(kernels, call, grad), by_kernels(kernels, wide, grad.float()), strict=True):
+        assert torch.equal(x, y.to(x.dtype)), "they are the kernels of fp32"
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="natively `test_half_precision` tests it")
 def test_bf16_by_the_interpreter(kernels):
     call = make(Case(40, bits=8), torch.bfloat16)

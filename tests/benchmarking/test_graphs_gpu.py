@@ -108,6 +108,7 @@ def test_models(how):
     assert all(row.timing.median_ms > 0 and row.peak_mb > 0 for row in rows)
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's advice
 @pytest.mark.parametrize("how", [{}, {"train": True}])
 def test_compiled_models(how):
     rows = _bench_text(("softmax", "eco"), compiled=True, **how)

@@ -77,6 +77,28 @@ def test_the_readme_shows_the_same():
             assert f"{100 * row['accuracy']:.2f} %" in readme
 
 
+def test_speed():
+    parts = json.loads((ROOT / "results" / "cifar100_speed.json").read_text())["figures"]
+    best = {part: {} for part in parts}
+    for part, found in parts.items():
+        for row in found["rows"]:
+            assert row["checked"]["passed"]
+            rates = best[part]
+            rates[row["mechanism"]] = max(rates.get(row["mechanism"], 0), row["images_per_s"])
+    assert len(best["inference"]) == 10
+    for name, rate in best["inference"].items():
+        assert f"| {name} | {rate:,.0f} | {best['training'][name]:,.0f} |" in PAGE
+
+
+def test_fewer_bits_and_support_samples():
+    rows = {row["label"]: row for row in rows_of("cifar100_codes")}
+    for label, cells in (("eco:support=10", "16 | 10"), ("eco:bits=8", "8 | 25")):
+        row = rows[label]
+        assert f"| {cells} | {100 * row['accuracy']:.2f} % | {row['energy_pj'] / 1e9:.2f} mJ |" in PAGE
+    plain = next(row for row in rows_of("cifar100_finetuned") if row["label"] == "eco")
+    assert f"| 16 | 25 | {100 * plain['accuracy']:.2f} % | {plain['energy_pj'] / 1e9:.2f} mJ |" in PAGE
+
+
 def test_fine_tuning_is_shown_as_measured():
     rows = rows_of("cifar100_finetuned")
     for row in rows:

@@ -25,6 +25,7 @@ from ecoformer.backends.triton.configs import (
     reduce,
     sizes_of,
 )
+from ecoformer.backends.triton.widening import widened
 
 HASH_PRECISION = "tf32x3"
 """How fp32 matrices are multiplied where codes hang on it: "tf32x3" (three products on tensor cores, about 22
@@ -157,15 +158,15 @@ class Launches:
 
 def kept(call: Call, /) -> list[Tensor]:
     """Room for what `forward` hands to the backward: packed codes and states."""
-    return Launches(call).room_for_backward()
+    return Launches(widened(call)).room_for_backward()
 
 
 def forward(call: Call, /) -> tuple[Tensor, list[Tensor]]:
     """The output, and codes and states for the backward."""
-    launches = _Forward(call)
+    launches = _Forward(widened(call))
     with on(call.v.device):
         launches.run()
-    return launches.out, launches.saved
+        return launches.out.to(call.v.dtype), launches.saved
 
 
 class _Forward(Launches):
