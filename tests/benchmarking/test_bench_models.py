@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ecoformer.attention import EcoAttention
+from ecoformer.benchmarking import models
 from ecoformer.benchmarking.checking import hashed_truth
 from ecoformer.benchmarking.explicit import ExplicitAttention, make_explicit
 from ecoformer.benchmarking.fitting import bench_fit, bench_model_fit
@@ -27,9 +28,14 @@ def load(**how):
     return Load(texts, "tokens", {"model": "text"}, per_sample=40, **how)
 
 
+def text_model(**how):
+    small = {"vocabulary": 30, "length": 40, "dim": 16, "hidden": 8, "depth": 1}
+    return TextEncoder(attention="softmax", **small, **how).eval()
+
+
 @pytest.fixture
 def model():
-    return TextEncoder(attention="softmax", vocabulary=30, length=40, dim=16, hidden=8, depth=1).eval()
+    return text_model()
 
 
 def bench(model, names=("softmax", "explicit", "eco", "performer"), batches=(1, 3), **how):
@@ -65,6 +71,47 @@ def test_a_wrong_model_gets_no_time(model, monkeypatch, cls, mechanism):
     assert [row.mechanism for row in run.wrong][-1] == mechanism
     assert run.rows[-1].failure.startswith("wrong result")
     assert run.rows[-1].timing is None
+
+
+def _other_output(out):
+    return out + 1
+
+
+def _other_gradient(out):
+    return 2 * out - out.detach()
+
+
+def _nan_gradient(out):
+    return out + (out - out.detach()) * float("nan") if out.requires_grad else out
+
+
+@pytest.mark.parametrize("amp", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("spoil", "train", "fails"),
+    [
+        (_other_output, False, True),
+        (_other_gradient, False, False),
+        (_other_gradient, True, True),
+        (_nan_gradient, True, True),
+        (lambda out: out, True, False),
+    ],
+)
+def test_what_is_timed_is_compared_too(monkeypatch, spoil, train, fails, amp):
+    model = text_model(dropout=0.0, attn_drop=0.0)
+    monkeypatch.setattr(models, "compiled", lambda call: lambda x: spoil(call(x)))
+    run = bench(model, ("eco",), batches=(2,), compiled=True, train=train, amp=amp)
+    for row in run.rows:
+        assert row.checked.passed
+        assert (row.timing is None) == bool(row.failure) == row.wrong == fails, row
+        assert row.to_dict()["checked_as_timed"]["passed"] is not fails
+        assert not fails or row.failure.startswith("wrong result")
+
+
+def test_random_models_are_timed_without_comparing_gradients():
+    model = TextEncoder(attention="softmax", vocabulary=30, length=40, dim=16, hidden=8, depth=1, dropout=0.5)
+    run = bench(model, ("softmax",), batches=(2,), train=True)
+    assert run.rows[0].timing is not None
+    assert "checked_as_timed" not in run.rows[0].to_dict()
 
 
 def test_a_model_of_nan_gets_no_time(model):

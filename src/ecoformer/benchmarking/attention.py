@@ -27,7 +27,7 @@ from ecoformer.benchmarking.operators import (
     flash_linear_attention,
     operators_of,
 )
-from ecoformer.benchmarking.results import Check, Row, Run, device_name, failed
+from ecoformer.benchmarking.results import Check, Row, Run, device_name, failed, with_check
 from ecoformer.benchmarking.timing import synchronize
 from ecoformer.hashing import Hasher
 
@@ -172,11 +172,7 @@ def _checked(operator: Operator, inputs: Inputs, setting: Setting) -> Row:
         synchronize(setting.device)
     except Exception as error:
         return failed(row, error)
-    row = replace(row, checked=check)
-    if check.passed:
-        return row
-    why = f"wrong result: error {check.error:.1e} against {check.against}, at most {check.bound:.1e} allowed"
-    return replace(row, failure=why, wrong=True)
+    return with_check(replace(row, checked=check), check)
 
 
 def _compare(operator: Operator, inputs: Inputs, setting: Setting) -> Check:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ecoformer.attention import Attention, HashedAttention, SoftmaxAttention, attention_class
+from ecoformer.benchmarking.as_timed import Forward, check_inference, check_training, loss_of
 from ecoformer.benchmarking.backends import forced, hashed_backends
 from ecoformer.benchmarking.checking import hashed_truth, relative_error
 from ecoformer.benchmarking.compiling import compiled
@@ -20,7 +21,7 @@ from ecoformer.benchmarking.explicit import ExplicitAttention, make_explicit
 from ecoformer.benchmarking.graphs import require_graphs
 from ecoformer.benchmarking.measuring import Measures, measured
 from ecoformer.benchmarking.operators import QUICK_FIT
-from ecoformer.benchmarking.results import Check, Row, Run, device_name, failed
+from ecoformer.benchmarking.results import Check, Row, Run, device_name, failed, with_check
 from ecoformer.benchmarking.timing import synchronize
 from ecoformer.conversion import convert
 from ecoformer.hashing import fit_hashers, hashers_of
@@ -146,10 +147,7 @@ def _checked(
         check = _compare(contestant, load.make(1).to(device))
     except Exception as error:
         return failed(row, error)
-    if check.passed:
-        return replace(row, checked=check)
-    why = f"wrong result: error {check.error:.1e} against {check.against}, at most {check.bound:.1e} allowed"
-    return replace(row, checked=check, failure=why, wrong=True)
+    return with_check(replace(row, checked=check), check)
 
 
 @torch.no_grad()
@@ -242,12 +240,14 @@ def _bench_batch(
         if row.failure is None:
             measures.progress(f"batch {batch}: warming up {row.label}")
             try:
-                work = _work(contestant, load, inputs, device)
+                forward = _forward(contestant, load, inputs, device)
+                row = _checked_as_timed(row, contestant, load, inputs, forward)
+                work = _work(contestant, load, forward)
                 work()
                 synchronize(device)
             except Exception as error:
                 row = failed(row, error)
-            else:
+            if row.failure is None:
                 works[index] = work
         rows.append(row)
     rows = measured(rows, works, measures, f"batch {batch}", items=batch)
@@ -258,8 +258,7 @@ def _per_second(row: Row, count: int) -> float | None:
     return None if row.timing is None else count / (row.timing.median_ms / 1e3)
 
 
-def _work(contestant: Contestant, load: Load, inputs: Tensor, device: torch.device) -> Callable[[], object]:
-    """One inference, or one training step."""
+def _forward(contestant: Contestant, load: Load, inputs: Tensor, device: torch.device) -> Forward:
     model: Callable[[Tensor], Tensor] = contestant.model
     if load.compiled:
         model = compiled(contestant.model)
@@ -268,6 +267,11 @@ def _work(contestant: Contestant, load: Load, inputs: Tensor, device: torch.devi
         with contestant.in_backend(), _autocast(device, load.amp):
             return model(inputs)
 
+    return forward
+
+
+def _work(contestant: Contestant, load: Load, forward: Forward) -> Callable[[], object]:
+    """One inference, or one training step."""
     if not load.train:
 
         def infer() -> object:
@@ -280,12 +284,32 @@ def _work(contestant: Contestant, load: Load, inputs: Tensor, device: torch.devi
 
     def step() -> object:
         with contestant.in_backend():
-            forward().float().square().mean().backward()  # type: ignore[no-untyped-call]
+            loss_of(forward()).backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
         return None
 
     return step
+
+
+def _checked_as_timed(row: Row, contestant: Contestant, load: Load, inputs: Tensor, forward: Forward) -> Row:
+    """The row with a second check, of what is about to be timed, where a plain run finds the room."""
+
+    def plain(samples: Tensor) -> Tensor:
+        backend = nullcontext() if contestant.forced is None else forced("eager")
+        with backend, _autocast(samples.device, load.amp):
+            out: Tensor = contestant.model(samples)
+            return out
+
+    half = load.amp is not None
+    if load.train:
+        try:
+            check = check_training(forward, lambda: plain(inputs), contestant.model, half)
+        except torch.OutOfMemoryError:
+            check = None
+    else:
+        check = check_inference(forward, lambda: plain(inputs[:1]), half)
+    return row if check is None else with_check(replace(row, as_timed=check), check)
 
 
 def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[object]:
