@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ecoformer
+from ecoformer.benchmarking import self_check
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -284,3 +285,42 @@ runpy.run_module("ecoformer", run_name="__main__")
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["mechanisms"] == ecoformer.list_attentions()
+
+
+class TestCheck:
+    """`--check`: fused backends against the reference, on this machine."""
+
+    @pytest.fixture(autouse=True)
+    def small(self, monkeypatch):
+        pytest.importorskip("numba")
+        monkeypatch.setattr(self_check, "SIZES", (self_check.Sizes((1, 2, 40, 16), 9, 5),))
+
+    def test_right_backends(self, run):
+        done = run("info", "--check", "--json")
+        rows = json.loads(done.out)
+        assert done.status == 0
+        assert {(row["backend"], row["dtype"], row["backward"]) for row in rows} == {
+            ("cpu", "float32", False),
+            ("cpu", "bfloat16", False),
+        }
+        assert all(row["checked"]["passed"] and (row["bits"], row["support"]) == (9, 5) for row in rows)
+        assert "right" in run("info", "--check").out
+
+    def test_a_wrong_backend_ends_with_status_one(self, run, monkeypatch):
+        from ecoformer.backends import cpu
+
+        right = cpu.forward
+        monkeypatch.setattr(cpu, "forward", lambda call: (right(call)[0] * 1.1, []))
+        done = run("info", "--check")
+        assert done.status == 1
+        assert "wrong result" in " ".join(done.out.split())
+
+    def test_a_machine_without_fused_backends(self, run, monkeypatch):
+        from ecoformer.backends import cpu
+
+        monkeypatch.setattr(cpu, "cannot", lambda call, needs_grad: "no such instruction")
+        done = run("info", "--check")
+        assert (done.status, done.out[:27]) == (0, "no fused backend can run he")
+
+    def test_it_is_not_about_a_model(self, refused):
+        refused("pvt_v2_b0", "--check", words=["--check", "leave the model out"])

@@ -122,7 +122,7 @@ def _bench_one(
     works: dict[int, Callable[[], object]] = {}
     for index, operator in enumerate(operators):
         measures.progress(f"{setting.shape}: checking {operator.mechanism} ({operator.backend})")
-        row = _checked(operator, inputs, setting)
+        row = checked(operator, inputs, setting)
         if row.failure is None:
             works[index] = work_of(operator, inputs, setting.backward)
         rows.append(row)
@@ -160,7 +160,7 @@ def _arguments(operator: Operator, inputs: Inputs, backward: bool) -> tuple[Tens
     return q, (q if operator.shared_qk else k), v
 
 
-def _checked(operator: Operator, inputs: Inputs, setting: Setting) -> Row:
+def checked(operator: Operator, inputs: Inputs, setting: Setting) -> Row:
     """A row with its check, or with the reason why it gets no time."""
     about: dict[str, Any] = {"shape": list(setting.shape), "dtype": str(setting.dtype).removeprefix("torch.")}
     about |= {"backward": setting.backward, "causal": setting.is_causal, "graphs": setting.graphs}

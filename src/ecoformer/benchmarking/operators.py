@@ -72,14 +72,15 @@ class Setting:
     graphs: bool = False
 
 
-def build_layer(mechanism: str, setting: Setting) -> Attention:
-    """A layer of the mechanism with its default settings, its hash functions fitted to random tokens."""
+def build_layer(mechanism: str, setting: Setting, **options: Any) -> Attention:
+    """A layer with default settings but for `options`; its hash functions are fitted to random tokens."""
     _, heads, tokens, dim = setting.shape
     if mechanism == "explicit":
         layer: Attention = ExplicitAttention(heads * dim, heads)
     else:
-        more: dict[str, Any] = {"seq_len": tokens} if attention_class(mechanism).sized_by_tokens else {}
-        layer = create_attention(mechanism, heads * dim, heads, **more)
+        if attention_class(mechanism).sized_by_tokens:
+            options["seq_len"] = tokens
+        layer = create_attention(mechanism, heads * dim, heads, **options)
     layer = layer.to(setting.device, setting.dtype).eval()
     if isinstance(layer, HashedAttention):
         generator = torch.Generator().manual_seed(setting.seed)

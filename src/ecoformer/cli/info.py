@@ -15,6 +15,8 @@ from torch import nn
 from ecoformer import __version__
 from ecoformer.attention import list_attentions
 from ecoformer.backends.choice import PREFERRED, VARIABLE, asked_for, available, cannot_on
+from ecoformer.benchmarking.results import Row
+from ecoformer.benchmarking.self_check import check_backends
 from ecoformer.cli.console import plain_console
 from ecoformer.cli.sources import open_model
 from ecoformer.conversion.layers import Found, find_layers
@@ -29,12 +31,20 @@ def info(
     architecture: Annotated[
         str | None, typer.Option("--model", help="The timm model that a weights file is of.")
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare the fused backends with the reference on this machine.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Versions and backends, or the attention layers of MODEL.
 
     Example: `ecoformer info ecoformer_pvt_v2_b0`
     """
+    if check:
+        if model is not None or architecture is not None:
+            raise ValueError("--check is about this machine: leave the model out")
+        _check(as_json)
+        return
     if model is None:
         if architecture is not None:
             raise ValueError("--model says what a weights file is of: name the file too")
@@ -44,6 +54,24 @@ def info(
     source = open_model(model, architecture=architecture)
     facts = {"model": source.what} | describe(source.model)
     typer.echo(json.dumps(facts, indent=2)) if as_json else _show_model(facts)
+
+
+def _check(as_json: bool) -> None:
+    """Compare, show, and end with status 1 where a backend is wrong."""
+    names = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    rows = [row for name in names for row in check_backends(torch.device(name), progress=_tell)]
+    if as_json:
+        typer.echo(json.dumps([row.to_dict() for row in rows], indent=2))
+    elif not rows:
+        typer.echo("no fused backend can run here, and eager is PyTorch's own: `ecoformer info` says why")
+    else:
+        _show_checks(rows)
+    if any(row.wrong for row in rows):
+        raise typer.Exit(1)
+
+
+def _tell(text: str) -> None:
+    typer.echo(text, err=True)
 
 
 def versions() -> dict[str, str]:
@@ -115,6 +143,17 @@ def _show_machine(facts: dict[str, Any]) -> None:
     for name, value in facts["backends"].items():
         table.add_row(f"backend {name}", value)
     table.add_row("mechanisms", ", ".join(facts["mechanisms"]))
+    plain_console().print(table)
+
+
+def _show_checks(rows: list[Row]) -> None:
+    table = Table("backend", "shape", "bits, support", "dtype", "compared", "error", "bound", "")
+    for row in rows:
+        facts, held = row.setting, row.checked
+        what = ("gradients" if facts["backward"] else "output") + (", causal" if facts["causal"] else "")
+        numbers = ("", "") if held is None else (f"{held.error:.1e}", f"{held.bound:.1e}")
+        sizes = ", ".join(map(str, facts["shape"])), f"{facts['bits']}, {facts['support']}"
+        table.add_row(row.backend, *sizes, facts["dtype"], what, *numbers, row.failure or "right")
     plain_console().print(table)
 
 
