@@ -166,6 +166,7 @@ def counting_kernels(monkeypatch):
             "TILE": 6, "tile_product": product(6), "row_product": product(1), "square_sum": square_sum,
             "claim": None,
             "current": None,
+            "give_way": None,
             "floats": lambda address: Memory(ctypes.c_float, int(address), float),
             "integers": lambda address: Memory(ctypes.c_int64, int(address), Whole),
             "octets": lambda address: Memory(ctypes.c_uint8, int(address), int) if address else None,

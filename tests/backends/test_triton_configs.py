@@ -96,6 +96,10 @@ def test_a_configuration_with_other_results_is_never_chosen(monkeypatch):
 
     monkeypatch.setattr(tuning, "do_bench_cudagraph", milliseconds)
     with configs.trial(gather=right):
-        best, taken = tuning._descend("gather", right, work, float("inf"))
-    assert taken == 2.0
-    assert best.block not in (right.block, quick.block)
+        best, taken = tuning._descend("gather", right, work, [torch.ones(3)], float("inf"))
+        assert taken == 2.0
+        assert best not in (right, quick, quick._replace(warps=8))
+        started_wrong, _ = tuning._descend("gather", quick, work, [torch.ones(3)], float("inf"))
+        assert started_wrong == best
+        with pytest.raises(RuntimeError, match="no configuration of gather"):
+            tuning._descend("gather", right, work, [torch.full((3,), 7.0)], float("inf"))

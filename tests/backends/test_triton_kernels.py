@@ -239,6 +239,19 @@ def test_half_precision_of_large_sizes(kernels, case, dtype):
         assert torch.equal(x, y.to(x.dtype)), "they are the kernels of fp32"
 
 
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("narrow", ["q", "k", "v"])
+def test_gradients_have_the_dtypes_of_what_they_are_of(kernels, narrow, bits):
+    call = make(Case(20, n_k=30, batch=1, bits=bits))
+    call = call._replace(**{narrow: getattr(call, narrow).half()})
+    grad = torch.randn_like(call.v[:, :, :20])
+    out, saved = kernels.forward(call)
+    found = kernels.backward(call, grad, saved, (True, True, True, True))
+    inputs = (call.q, call.k, call.v, call.functions.weight)
+    assert [x.dtype for x in found] == [x.dtype for x in inputs]
+    assert out.dtype == call.v.dtype
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="natively `test_half_precision` tests it")
 def test_bf16_by_the_interpreter(kernels):
     call = make(Case(40, bits=8), torch.bfloat16)
@@ -290,9 +303,21 @@ def test_width_of_packed_codes(kernels, bits, dtype):
     assert torch.equal(unpack_codes(packed, bits), codes(call.q, call.functions))
 
 
-@pytest.mark.parametrize("case", [Case(40), Case(40, n_k=30), Case(300, causal=True), Case(40, masked=True)])
-def test_room_is_as_announced(kernels, case):
-    call = make(case)
+WIDE_CAUSAL = Case(140, dim=64, value_dim=64, bits=24, causal=True, heads=1, batch=1)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        (Case(40), torch.float32),
+        (Case(40, n_k=30), torch.float32),
+        (Case(300, causal=True), torch.float32),
+        (Case(40, masked=True), torch.float32),
+        (WIDE_CAUSAL, torch.bfloat16),
+    ],
+)
+def test_room_is_as_announced(kernels, case, dtype):
+    call = make(case, dtype)
     announced = kernels.kept(call)
     for room, tensor in zip(announced, kernels.forward(call)[1], strict=True):
         assert (room.shape, room.dtype, room.stride()) == (tensor.shape, tensor.dtype, tensor.stride())

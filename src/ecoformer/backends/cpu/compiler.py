@@ -12,7 +12,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _numba: Any = importlib.import_module("numba")
 _extending: Any = importlib.import_module("numba.extending")
-_OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "nsz"}, "cache": True}
+_OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "nsz"}}
 """Zero division as in NumPy, fused multiply-adds, and nothing that takes NaN or infinity for absent."""
 
 types: Any = importlib.import_module("numba.core.types")
@@ -27,7 +27,11 @@ intrinsic: Callable[[Any], Any] = _extending.intrinsic
 
 
 def compiled(function: F) -> F:
-    """A function that is compiled once and then cached on disk."""
+    """A function that is compiled once.
+
+    It is not cached by itself: it would be found again although one that it calls has changed. What threads
+    call is cached with all that it holds, by a digest of all sources.
+    """
     made: F = _numba.njit(**_OPTIONS)(function)
     return made
 
@@ -41,7 +45,7 @@ def digest_of_sources() -> int:
 def callback(function: Any) -> Any:
     """A C function of an address of int64 numbers, compiled at once or read from disk."""
     signature = types.void(types.CPointer(types.int64))
-    return _numba.cfunc(signature, **{**_OPTIONS, "nogil": False})(function)
+    return _numba.cfunc(signature, **{**_OPTIONS, "nogil": False, "cache": True})(function)
 
 
 def inlined(function: F) -> F:

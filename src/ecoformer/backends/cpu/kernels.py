@@ -24,9 +24,11 @@ from ecoformer.backends.cpu.problem import (
 )
 from ecoformer.backends.cpu.rows import add_row
 from ecoformer.backends.cpu.sums import clear, gather, scatter, tabulate
-from ecoformer.backends.cpu.vectors import claim, current, floats, integers, octets
+from ecoformer.backends.cpu.vectors import claim, current, floats, give_way, integers, octets
 
 _padded = inlined(padded)
+_PATIENCE = 4096
+"""Turns of waiting after which others may have the core: some microseconds."""
 
 
 @inlined
@@ -102,9 +104,12 @@ def _entry(digest: int) -> Any:
                 if team.job != GATHER or share >= 2 * team.shares:
                     break
                 job, share = SCATTER, share - team.shares
-                # Whoever holds a share that is gathered is at work on it, so this ends.
+                # Whoever holds a share that is gathered is at work on it, or would be if it had a core.
+                turns = 0
                 while current(numbers, FINISHED) < team.shares:
-                    pass
+                    turns += 1
+                    if turns > _PATIENCE:
+                        give_way()
             first, last = share * team.parts // team.shares, (share + 1) * team.parts // team.shares
             _run(job, first, last, room, team.problem, team.layout)
             claim(numbers, FINISHED)

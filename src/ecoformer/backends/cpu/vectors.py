@@ -7,6 +7,7 @@ number. Products and sums may be contracted to fused multiply-adds; nothing assu
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -175,6 +176,19 @@ def current(typing: Any, numbers: Any, index: Any) -> Any:
         return builder.load_atomic(place, "acquire", 8)
 
     return types.int64(numbers, types.int64), emit
+
+
+@intrinsic
+def give_way(typing: Any) -> Any:
+    """Let another thread have this core, where the system has a call for that."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if hasattr(os, "sched_yield"):
+            kind = ir.FunctionType(I32, [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), emit
 
 
 @intrinsic

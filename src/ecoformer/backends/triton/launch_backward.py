@@ -22,7 +22,7 @@ def backward(call: Call, grad: Tensor, saved: list[Tensor], needs: Needs, /) -> 
         grad = grad.float()
     with on(call.v.device):
         *tokens, to_weight = _Backward(wide, grad, saved, needs).run()
-        dtypes = (call.q.dtype, call.q.dtype, call.v.dtype)
+        dtypes = (call.q.dtype, (call.q if call.k is None else call.k).dtype, call.v.dtype)
         return *(None if x is None else x.to(d) for x, d in zip(tokens, dtypes, strict=True)), to_weight
 
 
