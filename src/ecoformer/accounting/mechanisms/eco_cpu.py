@@ -1,9 +1,9 @@
 """EcoFormer on the CPU's fused kernels: what they execute, padding of rows included.
 
 Additions of integers count as additions; a token's offsets and a head's few constants are not counted, as
-elsewhere. Buckets and tables are look-ups of rows: one an element, and one addition. Bytes are those of
-tokens, values, output and hash functions: all else stays in the cache. Keys that are padding count like
-others.
+elsewhere. Buckets and tables are look-ups of rows: one an element, and one addition, but for the first of two
+rows that a query reads. Bytes are those of tokens, values, output and hash functions: all else stays in the
+cache. Keys that are padding count like others.
 """
 
 from __future__ import annotations
@@ -100,9 +100,11 @@ def tables(h: Heads, bits: int, digit: int, *, own_value: bool = False) -> Count
 
 def read(h: Heads, bits: int, digit: int, *, own_value: bool = False) -> Counts:
     """A row a digit for every token, its own value where that is the bias, and the division."""
-    row = Counts(lookup=h.channels, add=h.channels + 1)
+    number = digits(bits, digit)
     own = mac(h.channels) + Counts(lookup=h.channels, add=h.channels) if own_value else Counts()
-    return (row * digits(bits, digit) + own + Counts(mul=h.channels)) * h.rows
+    added = 1 if number == 2 and not own_value else number
+    rows = Counts(lookup=h.channels) * number + Counts(add=h.channels + 1) * added
+    return (rows + own + Counts(mul=h.channels)) * h.rows
 
 
 def _widths(bits: int, digit: int) -> list[int]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ecoformer.backends.cpu.compiler import compiled, inlined, int64
 from ecoformer.backends.cpu.problem import BLOCK, Places, Problem, padded
-from ecoformer.backends.cpu.rows import kernel_row
+from ecoformer.backends.cpu.rows import inverse_lengths, kernel_row
 from ecoformer.backends.cpu.vectors import (
     TILE,
     floats,
@@ -86,12 +86,10 @@ def _project(
         return
     _product(tokens, start, stride, n, p.dim, room, at.first, wide_m, at.features)
     inverse = _ONE / floats(p.sigma)[head]
+    inverse_lengths(room, at.scale, n, inverse)
     for t in range(n):
-        square = room[at.scale + t]
-        empty = square == _ZERO
-        scale = inverse / np.sqrt(_ONE if empty else square)
-        scale = scale if square < np.inf else np.float32(np.nan)
-        shift = _ZERO if empty else -_HALF * inverse
+        scale = room[at.scale + t]
+        shift = _ZERO if scale == _ZERO else -_HALF * inverse
         row = at.features + t * wide_m
         kernel_row(room, row, room, at.offset, room, at.mean, wide_m, scale, shift)
     _product(room, at.features, wide_m, n, p.samples, room, at.second, wide_b, at.projections)

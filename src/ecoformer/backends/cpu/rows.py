@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,24 @@ def _kernel(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
     return [builder.fsub(_exponential(builder, _chosen(builder, ">", exponent, 0.0)), mean)]
 
 
+def _inverse_lengths(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
+    square, zero = rows[0], _like(rows[0], 0.0)
+    empty = builder.fcmp_ordered("==", square, zero)
+    name = f"llvm.sqrt.v{LANES}f32" if square.type == VECTOR else "llvm.sqrt.f32"
+    kind = ir.FunctionType(square.type, [square.type])
+    root = cgutils.get_or_insert_function(builder.module, kind, name)
+    length = builder.call(root, [builder.select(empty, _like(square, 1.0), square)])
+    finite = builder.fcmp_ordered("<", square, _like(square, math.inf))
+    inverse = builder.select(finite, builder.fdiv(scalars[0], length), _like(square, math.nan))
+    return [builder.select(empty, zero, inverse)]
+
+
+@intrinsic
+def inverse_lengths(typing: Any, y: Any, y0: Any, length: Any, scale: Any) -> Any:
+    """y = scale / sqrt(y); zero where y is zero, NaN where it is infinite."""
+    return types.void(y, types.int64, types.int64, types.float32), _rows(1, _inverse_lengths)
+
+
 @intrinsic
 def kernel_row(
     typing: Any,
@@ -127,6 +146,33 @@ def add_row(typing: Any, y: Any, y0: Any, x: Any, x0: Any, length: Any) -> Any:
     """y += x."""
     whole = types.int64
     return types.void(y, whole, x, whole, whole), _rows(2, lambda b, rows, _: [b.fadd(rows[0], rows[1])])
+
+
+@intrinsic
+def add_row_twice(typing: Any, y: Any, first: Any, second: Any, x: Any, x0: Any, length: Any) -> Any:
+    """y += x, at two rows of y."""
+    whole = types.int64
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        py, px = (pointer_of(context, builder, signature, arguments, i) for i in (0, 3))
+        _, first, second, _, x0, length = arguments
+
+        def vector(index: Any) -> None:
+            value = load(builder, px, builder.add(x0, index))
+            for start in (first, second):
+                place = builder.add(start, index)
+                store(builder, builder.fadd(load(builder, py, place), value), py, place)
+
+        def single(index: Any) -> None:
+            value = builder.load(builder.gep(px, [builder.add(x0, index)]))
+            for start in (first, second):
+                place = builder.gep(py, [builder.add(start, index)])
+                builder.store(builder.fadd(builder.load(place), value), place)
+
+        along(builder, length, vector, single)
+        return context.get_dummy_value()
+
+    return types.void(y, whole, whole, x, whole, whole), emit
 
 
 def _carried(builder: Any, rows: list[Any], _: Any) -> list[Any]:
@@ -204,6 +250,20 @@ def divide_row(typing: Any, y: Any, y0: Any, x: Any, x0: Any, length: Any, by: A
     whole = types.int64
     signature = types.void(y, whole, x, whole, whole, types.float32)
     return signature, _rows(2, lambda b, rows, scalars: [b.fdiv(rows[1], scalars[0])])
+
+
+def _mean(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
+    return [builder.fdiv(builder.fadd(rows[1], rows[2]), scalars[0])]
+
+
+@intrinsic
+def read_two_rows(
+    typing: Any, y: Any, y0: Any, table: Any, first: Any, again: Any, second: Any, length: Any, by: Any
+) -> Any:
+    """y = (one row + another) / by; `again` is the table once more."""
+    whole = types.int64
+    signature = types.void(y, whole, table, whole, again, whole, whole, types.float32)
+    return signature, _rows(3, _mean)
 
 
 @intrinsic

@@ -14,7 +14,7 @@ import numpy as np
 from ecoformer.backends.cpu.compiler import float32, inlined, int64
 from ecoformer.backends.cpu.hashing import hash_tokens
 from ecoformer.backends.cpu.problem import BLOCK, STRETCH, Places, Problem, digits, padded
-from ecoformer.backends.cpu.rows import add_row, fold_row, read_rows, table_row
+from ecoformer.backends.cpu.rows import add_row, add_row_twice, fold_row, read_rows, read_two_rows, table_row
 from ecoformer.backends.cpu.vectors import floats, octets
 
 _padded = inlined(padded)
@@ -94,10 +94,18 @@ def _fill(
             continue
         code = codes[to + t]
         broken |= nans[to + t]
+        value = v0 + (begin + t) * p.v_token
+        if number == 2:
+            one, two = code & low, low + 1 + ((code >> p.digit) & low)
+            whole[at.counts + one] += 1
+            whole[at.counts + two] += 1
+            one, two = at.buckets + one * wide, at.buckets + two * wide
+            add_row_twice(room, one, two, values, value, p.channels)
+            continue
         for g in range(number):
             bucket = (g << p.digit) + ((code >> (g * p.digit)) & low)
             whole[at.counts + bucket] += 1
-            add_row(room, at.buckets + bucket * wide, values, v0 + (begin + t) * p.v_token, p.channels)
+            add_row(room, at.buckets + bucket * wide, values, value, p.channels)
     tallies[tally + p.bits + 1] |= broken
 
 
@@ -192,6 +200,12 @@ def scatter(
 
 
 @inlined
+def _divisor(below: int, nobody: bool, broken: bool) -> Any:
+    by = float32(1) if nobody else float32(below)
+    return float32(np.nan) if broken else by
+
+
+@inlined
 def _read(
     p: Problem,
     at: Places,
@@ -215,12 +229,19 @@ def _read(
     for t in range(count):
         code = codes[to + t]
         below = int64(0)
+        if number == 2 and not p.own_value:
+            one, two = code & low, low + 1 + ((code >> p.digit) & low)
+            below = whole[at.denominators + one] + whole[at.denominators + two]
+            by = _divisor(below, nobody, broken or nans[to + t] != 0)
+            place = out0 + (begin + t) * p.out_token
+            one, two = at.tables + one * wide, at.tables + two * wide
+            read_two_rows(out, place, room, one, room, two, p.channels, by)
+            continue
         for g in range(number):
             row = (g << p.digit) + ((code >> (g * p.digit)) & low)
             rows[g] = at.tables + row * wide
             below += whole[at.denominators + row]
-        by = float32(1) if nobody else float32(below)
-        by = float32(np.nan) if broken or nans[to + t] else by
+        by = _divisor(below, nobody, broken or nans[to + t] != 0)
         taken = number
         if p.own_value and not (p.mask and octets(p.mask)[mask0 + (begin + t) * p.mask_token]):
             value = v0 + (begin + t) * p.v_token
