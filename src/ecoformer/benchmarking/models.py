@@ -306,6 +306,7 @@ def _checked_as_timed(row: Row, contestant: Contestant, load: Load, inputs: Tens
         try:
             check = check_training(forward, lambda: plain(inputs), contestant.model, half)
         except torch.OutOfMemoryError:
+            contestant.model.zero_grad(set_to_none=True)
             check = None
     else:
         check = check_inference(forward, lambda: plain(inputs[:1]), half)

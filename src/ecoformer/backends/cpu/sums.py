@@ -68,6 +68,13 @@ def gather(
 
 
 @inlined
+def _pair(code: int, digit: int) -> tuple[int, int]:
+    """Which buckets, or rows of the tables, belong to the two digits of a code."""
+    many = int64(1) << digit
+    return code & (many - 1), many + ((code >> digit) & (many - 1))
+
+
+@inlined
 def _fill(
     p: Problem,
     at: Places,
@@ -96,11 +103,11 @@ def _fill(
         broken |= nans[to + t]
         value = v0 + (begin + t) * p.v_token
         if number == 2:
-            one, two = code & low, low + 1 + ((code >> p.digit) & low)
+            one, two = _pair(code, p.digit)
             whole[at.counts + one] += 1
             whole[at.counts + two] += 1
-            one, two = at.buckets + one * wide, at.buckets + two * wide
-            add_row_twice(room, one, two, values, value, p.channels)
+            buckets = at.buckets + one * wide, at.buckets + two * wide
+            add_row_twice(room, buckets[0], buckets[1], values, value, p.channels)
             continue
         for g in range(number):
             bucket = (g << p.digit) + ((code >> (g * p.digit)) & low)
@@ -230,12 +237,11 @@ def _read(
         code = codes[to + t]
         below = int64(0)
         if number == 2 and not p.own_value:
-            one, two = code & low, low + 1 + ((code >> p.digit) & low)
+            one, two = _pair(code, p.digit)
             below = whole[at.denominators + one] + whole[at.denominators + two]
             by = _divisor(below, nobody, broken or nans[to + t] != 0)
-            place = out0 + (begin + t) * p.out_token
-            one, two = at.tables + one * wide, at.tables + two * wide
-            read_two_rows(out, place, room, one, room, two, p.channels, by)
+            place, tables = out0 + (begin + t) * p.out_token, (at.tables + one * wide, at.tables + two * wide)
+            read_two_rows(out, place, room, tables[0], room, tables[1], p.channels, by)
             continue
         for g in range(number):
             row = (g << p.digit) + ((code >> (g * p.digit)) & low)

@@ -51,7 +51,7 @@ def tune(
     end = time.perf_counter() + seconds
     call = widened(Call(q, None, v, None, functions, beta, False))
     sizes = sizes_of(call.q, call.v, functions.support, functions.weight.shape[-1])
-    grad = torch.randn_like(v)
+    grad = torch.randn_like(call.v)
     truths = _truths(call, grad if backward else None)
     works: dict[str, Work] = {"forward": lambda: launch.forward(call)[:1]}
     if backward:
