@@ -278,7 +278,7 @@ class Fake:
         Fake.saved += 1
         # Inside of an operator PyTorch records nothing, in another thread it does.
         with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(fused._plain_backward, call, grad, needs).result()
+            found = pool.submit(fused.plain_backward, call, grad, needs).result()
         return tuple(None if x is None else x.contiguous() for x in found)
 
 

@@ -238,7 +238,7 @@ def _gradients(ctx: Any, grad: Tensor, backward: Callable[..., list[Tensor]]) ->
     asked = ctx.needs_input_grad
     needs = [asked[0], asked[1], asked[2], asked[7]]
     if isinstance(load(ctx.backend), str):
-        found = _plain_backward(Call.of(*flat), grad, needs)
+        found = plain_backward(Call.of(*flat), grad, needs)
     else:
         found = backward(grad, *flat, ctx.backend, saved, needs)
     to_q, to_k, to_v, to_weight = (x if needed else None for x, needed in zip(found, needs, strict=True))
@@ -300,8 +300,8 @@ def _(*arguments: Any) -> list[Tensor]:
     ]
 
 
-def _plain_backward(call: Call, grad: Tensor, needs: Sequence[bool]) -> Grads:
-    """Gradients by computing the output anew, where the backend broke after it was chosen."""
+def plain_backward(call: Call, grad: Tensor, needs: Sequence[bool]) -> Grads:
+    """Gradients of `plain`, which computes the output anew."""
     inputs = (call.q, call.q if call.k is None else call.k, call.v, call.functions.weight)
     leaves = [x.detach().requires_grad_(needed) for x, needed in zip(inputs, needs, strict=True)]
     q, k, v, weight = leaves

@@ -48,20 +48,20 @@ def check_backends(
     """
     for sizes in SIZES:
         for dtype in _DTYPES.get(device.type, (torch.float32,)):
+            setting = Setting(sizes.shape, dtype, device, sizes.is_causal)
+            layer = build_layer("eco", setting, bits=sizes.bits, support=sizes.support)
+            if not isinstance(layer, HashedAttention):
+                raise TypeError("eco is no hashed attention: another mechanism was registered by that name")
             for backward in (False, True):
-                setting = Setting(sizes.shape, dtype, device, sizes.is_causal, backward)
-                yield from _check(sizes, setting, progress)
+                for row in _check(layer, replace(setting, backward=backward), progress):
+                    yield replace(row, setting=row.setting | {"bits": sizes.bits, "support": sizes.support})
 
 
-def _check(sizes: Sizes, setting: Setting, progress: Callable[[str], None]) -> Iterator[Row]:
-    layer = build_layer("eco", setting, bits=sizes.bits, support=sizes.support)
-    if not isinstance(layer, HashedAttention):
-        raise TypeError("eco is no hashed attention: another mechanism was registered by that name")
+def _check(layer: HashedAttention, setting: Setting, progress: Callable[[str], None]) -> Iterator[Row]:
     fused = [operator for operator in operators_of(layer, setting) if operator.backend != "eager"]
     if not fused:
         return
     inputs = draw_inputs(setting, [layer.hasher])
     for operator in fused:
-        progress(f"{operator.backend}: {setting.shape} in {setting.dtype}, {sizes.bits} bits")
-        row = checked(operator, inputs, setting)
-        yield replace(row, setting=row.setting | {"bits": sizes.bits, "support": sizes.support})
+        progress(f"{operator.backend}: {setting.shape} in {setting.dtype}, {layer.hasher.bits} bits")
+        yield checked(operator, inputs, setting)

@@ -24,8 +24,10 @@ from ecoformer.backends.cpu.vectors import (
     store,
 )
 
+Step = Callable[[Any, Any, list[Any]], list[Any]]
 
-def _rows(count: int, step: Callable[[Any, Any, list[Any]], list[Any]]) -> Any:
+
+def _rows(count: int, step: Step) -> Any:
     """An intrinsic's code: `step` on the numbers of `count` rows, what it returns written to the first ones.
 
     Arguments are (row, offset) `count` times, the rows' length, and fp32 scalars.
@@ -204,16 +206,6 @@ def _scaled(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
     return [builder.fadd(rows[1], builder.fmul(scalars[0], rows[2], flags=FUSED), flags=FUSED)]
 
 
-@intrinsic
-def table_row(
-    typing: Any, y: Any, y0: Any, base: Any, base0: Any, x: Any, x0: Any, length: Any, scale: Any
-) -> Any:
-    """y = base + scale x."""
-    whole = types.int64
-    signature = types.void(y, whole, base, whole, x, whole, whole, types.float32)
-    return signature, _rows(3, _scaled)
-
-
 def _running(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
     """The recent sum with the token's value, and the output with what was summed up."""
     recent, out, earlier, value = rows
@@ -252,18 +244,28 @@ def divide_row(typing: Any, y: Any, y0: Any, x: Any, x0: Any, length: Any, by: A
     return signature, _rows(2, lambda b, rows, scalars: [b.fdiv(rows[1], scalars[0])])
 
 
-def _mean(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
+def _quotient(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
     return [builder.fdiv(builder.fadd(rows[1], rows[2]), scalars[0])]
 
 
-@intrinsic
-def read_two_rows(
-    typing: Any, y: Any, y0: Any, table: Any, first: Any, again: Any, second: Any, length: Any, by: Any
-) -> Any:
-    """y = (one row + another) / by; `again` is the table once more."""
-    whole = types.int64
-    signature = types.void(y, whole, table, whole, again, whole, whole, types.float32)
-    return signature, _rows(3, _mean)
+def _from_two(step: Step) -> Any:
+    """An intrinsic that makes a row of two others and a number."""
+
+    @intrinsic
+    def row(
+        typing: Any, y: Any, y0: Any, one: Any, one0: Any, two: Any, two0: Any, length: Any, number: Any
+    ) -> Any:
+        whole = types.int64
+        signature = types.void(y, whole, one, whole, two, whole, whole, types.float32)
+        return signature, _rows(3, step)
+
+    return row
+
+
+table_row = _from_two(_scaled)
+"""y = one + number * two."""
+read_two_rows = _from_two(_quotient)
+"""y = (one + two) / number."""
 
 
 @intrinsic

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench_cudagraph  # type: ignore[import-untyped, unused-ignore]
 
-from ecoformer.backends.fused import Call, CannotRun, HashFunctions, plain
+from ecoformer.backends.fused import Call, CannotRun, HashFunctions, plain, plain_backward
 from ecoformer.backends.triton import launch, launch_backward
 from ecoformer.backends.triton.configs import ONE_TILE, STEPS, Config, Step, choose, remember, sizes_of, trial
 from ecoformer.backends.triton.widening import widened
@@ -19,6 +19,7 @@ _TILES = ((16, 1), (32, 1), (32, 2), (64, 2), (32, 4), (64, 4), (128, 4), (128, 
 _STAGES = (1, 2, 3)
 _PER_SM = (0, 2, 4, 8, 16, 32, ONE_TILE)
 _ROUNDING = 2.0**-6
+_NEEDS = (True, False, True, False)
 Work = Callable[[], Sequence[Tensor | None]]
 
 
@@ -55,8 +56,8 @@ def tune(
     truths = _truths(call, grad if backward else None)
     works: dict[str, Work] = {"forward": lambda: launch.forward(call)[:1]}
     if backward:
-        saved, needs = launch.forward(call)[1], (True, False, True, False)
-        works["backward"] = lambda: launch_backward.backward(call, grad, saved, needs)
+        saved = launch.forward(call)[1]
+        works["backward"] = lambda: launch_backward.backward(call, grad, saved, _NEEDS)
     best: dict[Step, tuple[Config, float]] = {}
     for step in STEPS if backward else STEPS[:2]:
         way = "backward" if step.endswith("grad") else "forward"
@@ -72,11 +73,10 @@ def tune(
 
 def _truths(call: Call, grad: Tensor | None) -> dict[str, list[Tensor]]:
     """What eager PyTorch computes in fp32: the output, and the gradients of tokens and values."""
-    q, v = (x.detach().float().requires_grad_(grad is not None) for x in (call.q, call.v))
-    out = plain(call._replace(q=q, v=v))
-    found = {"forward": [out.detach()]}
+    wide = call._replace(q=call.q.float(), v=call.v.float())
+    found = {"forward": [plain(wide).detach()]}
     if grad is not None:
-        found["backward"] = list(torch.autograd.grad(out, (q, v), grad.float()))
+        found["backward"] = [x for x in plain_backward(wide, grad.float(), _NEEDS) if x is not None]
     return found
 
 
