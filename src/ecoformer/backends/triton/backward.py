@@ -3,6 +3,7 @@
 
 With a_t = grad_t / below_t and e_t = -(a_t . out_t), the gradient of the state is the sum of
 h'_t [a_t, e_t]^T over the queries: it has the state's layout, the bias's share in its last row.
+The first pass keeps one over below_t, and e_t, for the second.
 """
 
 from __future__ import annotations
@@ -15,43 +16,43 @@ from ecoformer.backends.triton.hashing import (
     load_codes,
     load_functions,
     load_keys,
+    load_packed,
     load_tile,
     product,
     project_back,
+    reciprocal,
     row_sums,
     store_tile,
     transposed_product,
+    unpack,
 )
 from ecoformer.backends.triton.launching import Kernel
-from ecoformer.backends.triton.state import load_parts, load_state, store_state
-
-
-@triton.jit
-def reading_grad(grad, h, sums, ones, total, count, beta, PIECES: tl.constexpr, PRECISION: tl.constexpr):
-    """Of a tile: one over below_t, e_t, and S a_t (BLOCK, BB), the gradient of codes by the numerators."""
-    below = row_sums(h, ones, PRECISION) + beta * count
-    inverse = tl.where(count == 0, 0.0, 1.0 / tl.where(count == 0, 1.0, below))
-    to_codes = product(grad, tl.trans(sums), PIECES, PRECISION) * inverse[:, None]
-    biased = row_sums(grad, beta * total, PRECISION) * inverse
-    e = -(tl.sum(h.to(tl.float32) * to_codes, axis=1) + biased) * inverse
-    return inverse, e, to_codes
+from ecoformer.backends.triton.state import load_parts, load_reads, load_state, store_reads, store_state
 
 
 @triton.jit
 def gather_grad_tiles(
-    grad, grad_n, grad_c, codes, first, last, n, sums, ones, total, count, beta,
+    grad, grad_n, grad_c, codes, reads, first, last, n, sums, ones, total, count, beta,
     PIECES: tl.constexpr, PRECISION: tl.constexpr,
     E: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the state from queries first ... last of a head."""
+    """Gradient of the state from queries first ... last of a head; stores one over below_t, and e_t."""
     to_sums = tl.zeros((BB, BE), tl.float32)
     to_ones = tl.zeros((BLOCK, BB), tl.float32)
     to_totals = tl.zeros((16, BE), tl.float32)
+    packed = load_packed(codes, first, n, BLOCK)
     for start in range(first, last, BLOCK):
-        h = load_codes(codes, start, n, BITS, BB, BLOCK)
+        h = unpack(packed, BITS, BB)
+        packed = load_packed(codes, start + BLOCK, n, BLOCK)
         tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
-        inverse, e, _ = reading_grad(tile, h, sums, ones, total, count, beta, PIECES, PRECISION)
+        below = row_sums(h, ones, 3, PRECISION) + beta * count
+        inverse = tl.where(count == 0, 0.0, reciprocal(tl.where(count == 0, 1.0, below)))
+        # a_t . out_t from h_t, S grad_t and the sum of values, so that nobody has to keep out.
+        to_codes = product(tile, tl.trans(sums), PIECES, PRECISION)
         h = h.to(tl.float32)
+        e = tl.sum(h * to_codes, axis=1) + row_sums(tile, beta * total, PIECES, PRECISION)
+        e *= -inverse * inverse
+        store_reads(reads, inverse, e, start, n, BLOCK)
         # The sum of h_t a_t^T, with one over below_t on the narrow side.
         to_sums += transposed_product(h * inverse[:, None], tile, PIECES, PRECISION)
         columns = tl.broadcast_to(inverse[:, None], (BLOCK, 16))
@@ -62,9 +63,9 @@ def gather_grad_tiles(
 
 @triton.jit
 def token_grad_tile(
-    grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, codes, to_x, to_v, start, n,
+    grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, codes, reads, to_x, to_v, start, n,
     samples, lengths, middle, mix, scale,
-    sums, ones, total, count, to_sums, to_ones, to_total, beta,
+    sums, ones, to_sums, to_ones, to_total,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, VALUES: tl.constexpr,
     WEIGHT: tl.constexpr, MASKED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
@@ -77,7 +78,8 @@ def token_grad_tile(
     to_mix = tl.zeros((BM, BB), tl.float32)
     if QUERIES:
         tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
-        _, e, to_codes = reading_grad(tile, h, sums, ones, total, count, beta, PIECES, PRECISION)
+        inverse, e = load_reads(reads, start, n, BLOCK)
+        to_codes = product(tile, tl.trans(sums), PIECES, PRECISION) * inverse[:, None]
         to_codes += e[:, None] * ones[None, :]
     if KEYS:
         keys = load_keys(mask, mask_n, start, n, MASKED, BLOCK)[:, None]
@@ -105,9 +107,9 @@ def token_grad_tile(
 
 @triton.jit
 def token_grad_tiles(
-    grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, codes, to_x, to_v, to_weight,
+    grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, codes, reads, to_x, to_v, to_weight,
     first, last, n, support, mean, sigma, weight, head,
-    sums, ones, total, count, to_sums, to_ones, to_total, beta,
+    sums, ones, to_sums, to_ones, to_total,
     SINGLE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
     VALUES: tl.constexpr, WEIGHT: tl.constexpr, MASKED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
@@ -123,9 +125,9 @@ def token_grad_tiles(
     )
     if SINGLE:
         to_mix = token_grad_tile(
-            grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, codes, to_x, to_v, first, n,
+            grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, codes, reads, to_x, to_v, first, n,
             samples, lengths, middle, mix, scale,
-            sums, ones, total, count, to_sums, to_ones, to_total, beta,
+            sums, ones, to_sums, to_ones, to_total,
             QUERIES, KEYS, TOKENS, VALUES, WEIGHT, MASKED, PIECES, PRECISION, GRAD_PRECISION,
             D, E, BITS, BD, BE, BM, BB, BLOCK,
         )  # fmt: skip
@@ -133,9 +135,9 @@ def token_grad_tiles(
         to_mix = tl.zeros((BM, BB), tl.float32)
         for start in range(first, last, BLOCK):
             more = token_grad_tile(
-                grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, codes, to_x, to_v, start, n,
-                samples, lengths, middle, mix, scale,
-                sums, ones, total, count, to_sums, to_ones, to_total, beta,
+                grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, codes, reads, to_x, to_v,
+                start, n, samples, lengths, middle, mix, scale,
+                sums, ones, to_sums, to_ones, to_total,
                 QUERIES, KEYS, TOKENS, VALUES, WEIGHT, MASKED, PIECES, PRECISION, GRAD_PRECISION,
                 D, E, BITS, BD, BE, BM, BB, BLOCK,
             )  # fmt: skip
@@ -149,7 +151,7 @@ def token_grad_tiles(
 @Kernel
 @triton.jit
 def gather_grad(
-    grad, grad_b, grad_h, grad_n, grad_c, codes, state, partial, n, heads, parts, span, beta,
+    grad, grad_b, grad_h, grad_n, grad_c, codes, reads, state, partial, n, heads, parts, span, beta,
     PIECES: tl.constexpr, PRECISION: tl.constexpr,
     E: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -161,8 +163,8 @@ def gather_grad(
     sums, ones, total, count = load_state(state + row * size, BITS, E, BB, BE)
     first = part * span
     to_sums, to_ones, to_total = gather_grad_tiles(
-        grad + batch * grad_b + head * grad_h, grad_n, grad_c, codes + row * n, first,
-        tl.minimum(first + span, n), n, sums, ones, total, count, beta, PIECES, PRECISION,
+        grad + batch * grad_b + head * grad_h, grad_n, grad_c, codes + row * n, reads + row * n * 2,
+        first, tl.minimum(first + span, n), n, sums, ones, total, count, beta, PIECES, PRECISION,
         E, BITS, BE, BB, BLOCK,
     )  # fmt: skip
     partial += (row * parts + part) * size
@@ -173,8 +175,8 @@ def gather_grad(
 @triton.jit
 def token_grad(
     grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c,
-    mask, mask_b, mask_n, codes, state, partial, to_x, to_v, to_weight, support, mean, sigma, weight,
-    n, heads, grad_parts, parts, span, beta,
+    mask, mask_b, mask_n, codes, reads, state, partial, to_x, to_v, to_weight, support, mean, sigma, weight,
+    n, heads, grad_parts, parts, span,
     SINGLE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
     VALUES: tl.constexpr, WEIGHT: tl.constexpr, MASKED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
@@ -186,15 +188,16 @@ def token_grad(
     part = tl.program_id(0) % parts
     batch, head = row // heads, row % heads
     size = (BITS + 1) * (E + 1)
-    sums, ones, total, count = load_state(state + row * size, BITS, E, BB, BE)
+    sums, ones, _, _ = load_state(state + row * size, BITS, E, BB, BE)
     to_sums, to_ones, to_total, _ = load_parts(partial + row * grad_parts * size, grad_parts, BITS, E, BB, BE)
     first = part * span
     token_grad_tiles(
         grad + batch * grad_b + head * grad_h, grad_n, grad_c, x + batch * x_b + head * x_h, x_n, x_c,
         v + batch * v_b + head * v_h, v_n, v_c, mask + batch * mask_b, mask_n, codes + row * n,
-        to_x + row * n * D, to_v + row * n * E, to_weight + (row * parts + part) * (M * BITS),
+        reads + row * n * 2, to_x + row * n * D, to_v + row * n * E,
+        to_weight + (row * parts + part) * (M * BITS),
         first, tl.minimum(first + span, n), n, support, mean, sigma, weight, head,
-        sums, ones, total, count, to_sums, to_ones, to_total, beta,
+        sums, ones, to_sums, to_ones, to_total,
         SINGLE, QUERIES, KEYS, TOKENS, VALUES, WEIGHT, MASKED, PIECES, PRECISION, GRAD_PRECISION,
         D, E, M, BITS, BD, BE, BM, BB, BLOCK,
     )  # fmt: skip
@@ -204,7 +207,7 @@ def token_grad(
 @triton.jit
 def attend_back(
     grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c,
-    mask, mask_b, mask_n, codes, state, to_x, to_v, to_weight, support, mean, sigma, weight,
+    mask, mask_b, mask_n, codes, reads, state, to_x, to_v, to_weight, support, mean, sigma, weight,
     n, heads, beta,
     TOKENS: tl.constexpr, VALUES: tl.constexpr, WEIGHT: tl.constexpr, MASKED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
@@ -217,16 +220,19 @@ def attend_back(
     sums, ones, total, count = load_state(state + row * ((BITS + 1) * (E + 1)), BITS, E, BB, BE)
     grad += batch * grad_b + head * grad_h
     codes += row * n
+    reads += row * n * 2
     to_sums, to_ones, to_total = gather_grad_tiles(
-        grad, grad_n, grad_c, codes, 0, n, n, sums, ones, total, count, beta, PIECES, PRECISION,
+        grad, grad_n, grad_c, codes, reads, 0, n, n, sums, ones, total, count, beta, PIECES, PRECISION,
         E, BITS, BE, BB, BLOCK,
     )  # fmt: skip
+    # What was read goes through memory to the threads that want it.
+    tl.debug_barrier()
     token_grad_tiles(
         grad, grad_n, grad_c, x + batch * x_b + head * x_h, x_n, x_c,
         v + batch * v_b + head * v_h, v_n, v_c, mask + batch * mask_b, mask_n, codes,
-        to_x + row * n * D, to_v + row * n * E, to_weight + row * (M * BITS),
+        reads, to_x + row * n * D, to_v + row * n * E, to_weight + row * (M * BITS),
         0, n, n, support, mean, sigma, weight, head,
-        sums, ones, total, count, to_sums, to_ones, to_total, beta,
+        sums, ones, to_sums, to_ones, to_total,
         False, True, True, TOKENS, VALUES, WEIGHT, MASKED, PIECES, PRECISION, GRAD_PRECISION,
         D, E, M, BITS, BD, BE, BM, BB, BLOCK,
     )  # fmt: skip

@@ -24,7 +24,7 @@ from ecoformer.backends.triton.hashing import (
     whole_product,
 )
 from ecoformer.backends.triton.launching import Kernel
-from ecoformer.backends.triton.state import load_state, store_state
+from ecoformer.backends.triton.state import load_reads, load_state, store_reads, store_state
 
 
 @Kernel
@@ -137,10 +137,7 @@ def causal_gather_grad(
     tile = load_tile(grad + batch * grad_b + head * grad_h, first, n, grad_n, grad_c, E, BE, BLOCK)
     a = tile.to(tl.float32) * inverse[:, None]
     e = -tl.sum(a * above, axis=1) * inverse
-    rows = first + tl.arange(0, BLOCK)
-    reads += row * n * 2
-    tl.store(reads + rows * 2, inverse, mask=rows < n)
-    tl.store(reads + rows * 2 + 1, e, mask=rows < n)
+    store_reads(reads + row * n * 2, inverse, e, first, n, BLOCK)
     to_ones = tl.sum(h.to(tl.float32) * e[:, None], axis=0)
     to_sums = product(tl.trans(h), a, PIECES, PRECISION)
     store_state(partial + place, to_sums, to_ones, beta * tl.sum(a, axis=0), 0.0, BITS, E, BB, BE)
@@ -165,9 +162,7 @@ def causal_token_grad(
     size = (BITS + 1) * (E + 1)
     place = (row * (blocks + 1) + block) * size
     to_sums, to_ones, to_total, _ = load_state(partial + place + size, BITS, E, BB, BE)
-    rows = first + tl.arange(0, BLOCK)
-    inverse = tl.load(reads + row * n * 2 + rows * 2, mask=rows < n, other=0.0)
-    e = tl.load(reads + row * n * 2 + rows * 2 + 1, mask=rows < n, other=0.0)
+    inverse, e = load_reads(reads + row * n * 2, first, n, BLOCK)
     tile = load_tile(grad + batch * grad_b + head * grad_h, first, n, grad_n, grad_c, E, BE, BLOCK)
     a = tile.to(tl.float32) * inverse[:, None]
     keys = load_keys(mask + batch * mask_b, mask_n, first, n, MASKED, BLOCK)

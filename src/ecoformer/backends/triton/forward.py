@@ -7,17 +7,19 @@ import triton
 import triton.language as tl
 
 from ecoformer.backends.triton.hashing import (
-    load_codes,
     load_functions,
     load_keys,
+    load_packed,
     load_tile,
     marks,
     product,
     project,
+    reciprocal,
     row_sums,
     signs_of,
     store_codes,
     store_tile,
+    unpack,
     whole_product,
 )
 from ecoformer.backends.triton.launching import Kernel
@@ -62,9 +64,10 @@ def gather_tiles(
 @triton.jit
 def read_tile(h, sums, ones, total, count, beta, PIECES: tl.constexpr, PRECISION: tl.constexpr):
     """What codes (BLOCK, BB) read from a state."""
-    below = row_sums(h, ones, PRECISION) + beta * count
-    above = product(h, sums, PIECES, PRECISION) + (beta * total)[None, :]
-    return above * (1.0 / tl.where(count == 0, 1.0, below))[:, None]
+    below = row_sums(h, ones, 3, PRECISION) + beta * count
+    above = tl.broadcast_to((beta * total)[None, :], (h.shape[0], total.shape[0]))
+    above = product(h, sums, PIECES, PRECISION, above)
+    return above * reciprocal(tl.where(count == 0, 1.0, below))[:, None]
 
 
 @triton.jit
@@ -74,8 +77,10 @@ def read_tiles(
     E: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Queries first ... last of a head read the state by their stored codes."""
+    packed = load_packed(codes, first, n, BLOCK)
     for start in range(first, last, BLOCK):
-        h = load_codes(codes, start, n, BITS, BB, BLOCK)
+        h = unpack(packed, BITS, BB)
+        packed = load_packed(codes, start + BLOCK, n, BLOCK)
         tile = read_tile(h, sums, ones, total, count, beta, PIECES, PRECISION)
         store_tile(out, tile, start, n, out_n, out_c, E, BE, BLOCK)
 

@@ -19,40 +19,40 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def dot(a, b, PRECISION: tl.constexpr):
-    """a @ b, summed in fp32. Triton's interpreter has a wrong bf16 product; widening is exact."""
+def dot(a, b, PRECISION: tl.constexpr, onto=None):
+    """a @ b + onto, summed in fp32. The interpreter has a wrong bf16 product; widening is exact."""
     if INTERPRETED:
-        result = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+        result = tl.dot(a.to(tl.float32), b.to(tl.float32), onto, input_precision="ieee")
     else:
-        result = tl.dot(a, b, input_precision=PRECISION)
+        result = tl.dot(a, b, onto, input_precision=PRECISION)
     return result
 
 
 @triton.jit
-def product(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr):
-    """a @ b in fp32. If one side is bf16, the other goes in as the sum of PIECES bf16 numbers.
+def product(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr, onto=None):
+    """a @ b in fp32 (+ onto). If one side is bf16, the other goes in as the sum of PIECES bf16 numbers.
 
     Three pieces hold all 24 bits of an fp32 number and every product is exact, so this is as good as fp32
     arithmetic at the speed of bf16. Two fp32 sides are multiplied with PRECISION.
     """
     if a.dtype == b.dtype:
-        total = dot(a, b, PRECISION)
+        total = dot(a, b, PRECISION, onto)
     elif a.dtype == tl.bfloat16:
         piece = b.to(tl.bfloat16)
-        total = dot(a, piece, PRECISION)
+        total = dot(a, piece, PRECISION, onto)
         for _ in tl.static_range(PIECES - 1):
             b = b - piece.to(tl.float32)
             piece = b.to(tl.bfloat16)
-            total += dot(a, piece, PRECISION)
+            total = dot(a, piece, PRECISION, total)
     elif b.dtype == tl.bfloat16:
         piece = a.to(tl.bfloat16)
-        total = dot(piece, b, PRECISION)
+        total = dot(piece, b, PRECISION, onto)
         for _ in tl.static_range(PIECES - 1):
             a = a - piece.to(tl.float32)
             piece = a.to(tl.bfloat16)
-            total += dot(piece, b, PRECISION)
+            total = dot(piece, b, PRECISION, total)
     else:
-        total = dot(a.to(tl.float32), b.to(tl.float32), PRECISION)
+        total = dot(a.to(tl.float32), b.to(tl.float32), PRECISION, onto)
     return total
 
 
@@ -124,10 +124,10 @@ def weigh(features, mix):
 
 
 @triton.jit
-def row_sums(h, weights, PRECISION: tl.constexpr):
-    """The sum over the bits of codes (BLOCK, BB) times weights (BB,): 16 equal columns of a product."""
-    columns = tl.broadcast_to(weights[:, None], (weights.shape[0], 16))
-    return tl.sum(product(h, columns, 3, PRECISION), axis=1) * 0.0625
+def row_sums(x, weights, PIECES: tl.constexpr, PRECISION: tl.constexpr):
+    """The sum over the columns of x (BLOCK, K) times weights (K,): eight equal columns of a product."""
+    columns = tl.broadcast_to(weights[:, None], (weights.shape[0], 8))
+    return tl.sum(product(x, columns, PIECES, PRECISION), axis=1) * 0.125
 
 
 @triton.jit
@@ -138,6 +138,18 @@ def power(exponent):
     else:
         result = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [exponent], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
+def reciprocal(x):
+    """One over numbers that are neither tiny nor huge, to within a unit in the last place."""
+    if INTERPRETED:
+        result = 1.0 / x
+    else:
+        result = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     return result
 
@@ -213,10 +225,16 @@ def unpack(packed, BITS: tl.constexpr, BB: tl.constexpr):
 
 
 @triton.jit
+def load_packed(base, start, n, BLOCK: tl.constexpr):
+    """Codes of a tile as integers. The compiler never loads 16 bits ahead: loops ask for the next tile's."""
+    rows = start + tl.arange(0, BLOCK)
+    return tl.load(base + rows, mask=rows < n, other=0)
+
+
+@triton.jit
 def load_codes(base, start, n, BITS: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr):
     """Codes of a tile as ±1 in bf16."""
-    rows = start + tl.arange(0, BLOCK)
-    return unpack(tl.load(base + rows, mask=rows < n, other=0), BITS, BB)
+    return unpack(load_packed(base, start, n, BLOCK), BITS, BB)
 
 
 @triton.jit
@@ -281,10 +299,11 @@ def kernel_of(x, samples, lengths, scale, PRECISION: tl.constexpr):
     square = tl.sum(wide * wide, axis=1)
     inverse = tl.rsqrt(tl.where(square == 0, 1.0, square))
     products = unit_product(x, samples, PRECISION)
-    # One, zero for a zero vector, and NaN (infinity times zero) for a length whose square overflows.
-    own = scale * (square * inverse * inverse)
-    exponent = products * (-2.0 * scale * inverse)[:, None] + own[:, None] + (scale * lengths)[None, :]
-    return power(exponent), inverse
+    exponent = products * (-2.0 * scale * inverse)[:, None] + (scale + scale * lengths)[None, :]
+    # The exponent takes tokens for unit vectors. Zero vectors get their share back; a length whose square
+    # overflows gives NaN (infinity times zero).
+    back = tl.where(square == 0, power(tl.minimum(-scale, 126.0)), square * inverse * inverse)
+    return power(exponent) * back[:, None], inverse
 
 
 @triton.jit

@@ -33,6 +33,7 @@ class _Backward(Launches):
         super().__init__(call)
         self.grad, self.saved, self.needs = grad, saved, needs
         v = call.v
+        self.reads = self.room(self.rows, call.q.shape[2], 2)
         self.to_v = torch.empty(v.shape, dtype=v.dtype, device=v.device) if needs[2] else None
 
     def run(self) -> Grads:
@@ -56,8 +57,8 @@ class _Backward(Launches):
         codes_q, codes_k, state = self.saved
         to_q = to_k = None
         weights = []
+        to_state = self._gather_grad(q, codes_q, state, k)
         if any(self.needs[1:]):
-            to_state = self._gather_grad(q, codes_q, state, k)
             to_k, to_weight = self._token_grad(k, codes_k, *to_state, False, True)
             weights.append(to_weight)
         if self.needs[0] or self.needs[3]:
@@ -71,15 +72,15 @@ class _Backward(Launches):
         codes, running = self.saved
         n, blocks, options = q.shape[2], running.shape[2] - 1, self.causal_options(q)
         grid, sizes = (self.rows * blocks,), (n, self.heads, blocks, self.beta)
-        partial, reads = torch.empty_like(running), self.room(self.rows, n, 2)
+        partial = torch.empty_like(running)
         causal.causal_gather_grad[grid](
             self.grad, *self.grad.stride(), self.v, *self.v.stride(), *self.mask, codes, running, partial,
-            reads, *sizes, **self.whole, **self.masked, **self.exact, **self.reading, **options,
+            self.reads, *sizes, **self.whole, **self.masked, **self.exact, **self.reading, **options,
         )  # fmt: skip
         self.running_sums(partial, blocks, True)
         to_q, weights, flags = self._room_for(q, blocks, values=True)
         causal.causal_token_grad[grid](
-            *self._inputs(q), codes, running, partial, reads, *self._outputs(to_q, weights),
+            *self._inputs(q), codes, running, partial, self.reads, *self._outputs(to_q, weights),
             *self.functions, *sizes, **flags, **self.masked, **self._precisions(q), **self.hashing, **options,
         )  # fmt: skip
         return to_q if self.needs[0] else None, None, self.to_v, self._weight(weights)
@@ -91,7 +92,7 @@ class _Backward(Launches):
             parts, span = self.stretches(config, q.shape[2])
             partial = self.state_room(self.rows, parts)
             kernels.gather_grad[(self.rows * parts,)](
-                self.grad, *self.grad.stride(), codes, state, partial,
+                self.grad, *self.grad.stride(), codes, self.reads, state, partial,
                 q.shape[2], self.heads, parts, span, self.beta,
                 **self.exact, **self.reading, **self.options(config),
             )  # fmt: skip
@@ -107,8 +108,8 @@ class _Backward(Launches):
             parts, span = self.stretches(config, x.shape[2])
             to_x, weights, flags = self._room_for(x, parts, values=keys)
             kernels.token_grad[(self.rows * parts,)](
-                *self._inputs(x), codes, self.saved[-1], to_state, *self._outputs(to_x, weights),
-                *self.functions, x.shape[2], self.heads, grad_parts, parts, span, self.beta,
+                *self._inputs(x), codes, self.reads, self.saved[-1], to_state, *self._outputs(to_x, weights),
+                *self.functions, x.shape[2], self.heads, grad_parts, parts, span,
                 SINGLE=span == config.block, QUERIES=queries, KEYS=keys, **flags,
                 **self.masked, **self._precisions(x), **self.hashing,
                 **self.options(config),
@@ -122,7 +123,8 @@ class _Backward(Launches):
 
         def launch(config: Config) -> None:
             kernels.attend_back[(self.rows,)](
-                *self._inputs(q), *self.saved, *self._outputs(to_q, weights), *self.functions,
+                *self._inputs(q), self.saved[0], self.reads, self.saved[1],
+                *self._outputs(to_q, weights), *self.functions,
                 q.shape[2], self.heads, self.beta,
                 **flags, **self.masked, **self._precisions(q), **self.hashing, **self.options(config),
             )  # fmt: skip

@@ -50,6 +50,22 @@ def load_parts(base, parts, BITS: tl.constexpr, E: tl.constexpr, BB: tl.constexp
     return sums, ones, total, count
 
 
+@triton.jit
+def store_reads(base, inverse, e, start, n, BLOCK: tl.constexpr):
+    """Keep one over the denominator of each query of a tile, and e, its gradient's share in denominators."""
+    rows = start + tl.arange(0, BLOCK)
+    tl.store(base + rows * 2, inverse, mask=rows < n)
+    tl.store(base + rows * 2 + 1, e, mask=rows < n)
+
+
+@triton.jit
+def load_reads(base, start, n, BLOCK: tl.constexpr):
+    """What `store_reads` kept; zero beyond the last token."""
+    rows = start + tl.arange(0, BLOCK)
+    inverse = tl.load(base + rows * 2, mask=rows < n, other=0.0)
+    return inverse, tl.load(base + rows * 2 + 1, mask=rows < n, other=0.0)
+
+
 @Kernel
 @triton.jit
 def add_parts(parts_ptr, out, parts, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
