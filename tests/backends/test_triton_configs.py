@@ -46,8 +46,20 @@ def test_a_damaged_file_counts_as_empty(cache_file, content):
     cache_file.parent.mkdir()
     cache_file.write_text(content)
     assert configs.choose("gather", SIZES, GPU) == configs.default("gather", SIZES)
-    configs.remember(SIZES, GPU, {"read": Config(64, 4, 1, 8)})
+    configs.remember(SIZES, GPU, {"read": Config(64, 2, 1, 8)})
     assert json.loads(cache_file.read_text())
+
+
+def test_what_was_measured_with_asynchronous_products_does_not_count(cache_file):
+    configs.remember(SIZES, GPU, {"gather": Config(64, 4, 2, 8), "read": Config(64, 2, 2, 8)})
+    assert configs.choose("gather", SIZES, GPU) == configs.default("gather", SIZES)
+    assert configs.choose("read", SIZES, GPU) == Config(64, 2, 2, 8)
+
+
+def test_tuning_tries_no_asynchronous_products():
+    from ecoformer.backends.triton import tuning
+
+    assert not any(configs.has_async_products(Config(*tile, 1, 8)) for tile in tuning._TILES)
 
 
 def test_a_configuration_on_trial_goes_before_all(cache_file):
@@ -65,7 +77,7 @@ def test_configurations_shrink_until_nothing_is_left(cache_file):
         seen.append(config)
         config = configs.reduce("token_grad", SIZES, config)
     assert len(set(seen)) == len(seen)
-    assert seen[-1] == Config(16, 4, 1, configs.ONE_TILE)
+    assert seen[-1] == Config(16, 2, 1, configs.ONE_TILE)
     assert configs.choose("token_grad", SIZES, GPU) == seen[-1]
 
 
@@ -75,22 +87,23 @@ def test_configurations_shrink_until_nothing_is_left(cache_file):
 def test_defaults_are_legal(step, dtype, tokens):
     for dim, bits, support in ((16, 1, 1), (64, 16, 25), (128, 64, 64)):
         config = configs.default(step, Sizes(8, tokens, dim, dim, support, bits, dtype))
-        assert config.block in (16, 32, 64, 128)
+        assert config.block in (16, 32, 64)
+        assert not configs.has_async_products(config)
         assert config.per_sm > 0 or step in ("gather", "gather_grad")
 
 
 def test_a_configuration_with_other_results_is_never_chosen(monkeypatch):
     from ecoformer.backends.triton import tuning
 
-    right, quick = Config(64, 4, 2, 8), Config(128, 4, 2, 8)
+    right, quick = Config(16, 1, 2, 8), Config(32, 2, 2, 8)
 
     def work():
         config = configs.choose("gather", SIZES, GPU)
-        wrong = {quick: 2.0, quick._replace(warps=8): float("nan")}
+        wrong = {quick: 2.0, quick._replace(warps=4): float("nan")}
         return [torch.ones(3) * wrong.get(config, 1.001), None]
 
     def milliseconds(work, **_):
-        return {right: 3.0, quick: 1.0, quick._replace(warps=8): 1.0}.get(
+        return {right: 3.0, quick: 1.0, quick._replace(warps=4): 1.0}.get(
             configs.choose("gather", SIZES, GPU), 2.0
         )
 
@@ -98,7 +111,7 @@ def test_a_configuration_with_other_results_is_never_chosen(monkeypatch):
     with configs.trial(gather=right):
         best, taken = tuning._descend("gather", right, work, [torch.ones(3)], float("inf"))
         assert taken == 2.0
-        assert best not in (right, quick, quick._replace(warps=8))
+        assert best not in (right, quick, quick._replace(warps=4))
         started_wrong, _ = tuning._descend("gather", quick, work, [torch.ones(3)], float("inf"))
         assert started_wrong == best
         with pytest.raises(RuntimeError, match="no configuration of gather"):

@@ -23,7 +23,6 @@ from ecoformer.backends.triton.hashing import (
     reciprocal,
     row_sums,
     store_tile,
-    transposed_product,
     unpack,
 )
 from ecoformer.backends.triton.launching import Kernel
@@ -54,9 +53,9 @@ def gather_grad_tiles(
         e *= -inverse * inverse
         store_reads(reads, inverse, e, start, n, BLOCK)
         # The sum of h_t a_t^T, with one over below_t on the narrow side.
-        to_sums += transposed_product(h * inverse[:, None], tile, PIECES, PRECISION)
+        to_sums += product(h * inverse[:, None], tile, PIECES, PRECISION, None, True)
         columns = tl.broadcast_to(inverse[:, None], (BLOCK, 16))
-        to_totals += transposed_product(columns, tile, PIECES, PRECISION)
+        to_totals += product(columns, tile, PIECES, PRECISION, None, True)
         to_ones += h * e[:, None]
     return to_sums, tl.sum(to_ones, axis=0), beta * 0.0625 * tl.sum(to_totals, axis=0)
 
@@ -101,7 +100,7 @@ def token_grad_tile(
         )
         store_tile(to_x, tile, start, n, D, 1, D, BD, BLOCK)
         if WEIGHT:
-            to_mix = dot(tl.trans(features), to_y, PRECISION)
+            to_mix = dot(features, to_y, PRECISION, None, True)
     return to_mix
 
 

@@ -139,7 +139,7 @@ def causal_gather_grad(
     e = -tl.sum(a * above, axis=1) * inverse
     store_reads(reads + row * n * 2, inverse, e, first, n, BLOCK)
     to_ones = tl.sum(h.to(tl.float32) * e[:, None], axis=0)
-    to_sums = product(tl.trans(h), a, PIECES, PRECISION)
+    to_sums = product(h, a, PIECES, PRECISION, None, True)
     store_state(partial + place, to_sums, to_ones, beta * tl.sum(a, axis=0), 0.0, BITS, E, BB, BE)
 
 
@@ -193,7 +193,7 @@ def causal_token_grad(
         )
         store_tile(to_x + row * n * D, to_tokens, first, n, D, 1, D, BD, BLOCK)
         if WEIGHT:
-            to_mix = dot(tl.trans(features), to_y, PRECISION)
+            to_mix = dot(features, to_y, PRECISION, None, True)
             sample, bit = tl.arange(0, BM)[:, None], tl.arange(0, BB)[None, :]
             to_weight += (row * blocks + block) * (M * BITS)
             tl.store(to_weight + sample * BITS + bit, to_mix, mask=(sample < M) & (bit < BITS))

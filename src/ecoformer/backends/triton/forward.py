@@ -43,7 +43,7 @@ def gather_tiles(
     ones = tl.zeros((BLOCK, BB), tl.float32)
     totals = tl.zeros((16, BE), tl.float32)
     counts = tl.zeros((BLOCK,), tl.float32)
-    every = tl.full((16, BLOCK), 1.0, tl.float32).to(tl.bfloat16)
+    every = tl.full((BLOCK, 16), 1.0, tl.float32).to(tl.bfloat16)
     for start in range(first, last, BLOCK):
         keys = load_keys(mask, mask_n, start, n, MASKED, BLOCK)
         tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
@@ -53,8 +53,8 @@ def gather_tiles(
         y = project(tokens, samples, lengths, middle, mix, scale, PRECISION)
         store_codes(codes, y, start, n, BITS, BB, BLOCK)
         h = signs_of(y, BITS, BB)
-        sums += whole_product(tl.trans(h.to(tl.bfloat16)), values, PIECES, PRECISION)
-        totals += whole_product(every, values, PIECES, PRECISION)
+        sums += whole_product(h.to(tl.bfloat16), values, PIECES, PRECISION, True)
+        totals += whole_product(every, values, PIECES, PRECISION, True)
         mark = marks(tokens, keys)
         ones += h * mark[:, None]
         counts += mark

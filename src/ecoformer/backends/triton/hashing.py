@@ -19,7 +19,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def dot(a, b, PRECISION: tl.constexpr, onto=None):
+def plain_dot(a, b, PRECISION: tl.constexpr, onto=None):
     """a @ b + onto, summed in fp32. The interpreter has a wrong bf16 product; widening is exact."""
     if INTERPRETED:
         result = tl.dot(a.to(tl.float32), b.to(tl.float32), onto, input_precision="ieee")
@@ -29,59 +29,62 @@ def dot(a, b, PRECISION: tl.constexpr, onto=None):
 
 
 @triton.jit
-def product(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr, onto=None):
-    """a @ b in fp32 (+ onto). If one side is bf16, the other goes in as the sum of PIECES bf16 numbers.
+def dot(a, b, PRECISION: tl.constexpr, onto=None, TURNED: tl.constexpr = False):
+    """The same, or a^T @ b + onto where TURNED.
 
-    Three pieces hold all 24 bits of an fp32 number and every product is exact, so this is as good as fp32
-    arithmetic at the speed of bf16. Two fp32 sides are multiplied with PRECISION.
+    64 columns of a turned `a` go in groups of 32: as 64 rows they would become a `wgmma`, see `configs`.
     """
-    if a.dtype == b.dtype:
-        total = dot(a, b, PRECISION, onto)
-    elif a.dtype == tl.bfloat16:
-        piece = b.to(tl.bfloat16)
-        total = dot(a, piece, PRECISION, onto)
-        for _ in tl.static_range(PIECES - 1):
-            b = b - piece.to(tl.float32)
-            piece = b.to(tl.bfloat16)
-            total = dot(a, piece, PRECISION, total)
-    elif b.dtype == tl.bfloat16:
-        piece = a.to(tl.bfloat16)
-        total = dot(piece, b, PRECISION, onto)
-        for _ in tl.static_range(PIECES - 1):
-            a = a - piece.to(tl.float32)
-            piece = a.to(tl.bfloat16)
-            total = dot(piece, b, PRECISION, total)
+    if not TURNED:
+        result = plain_dot(a, b, PRECISION, onto)
+    elif a.shape[1] < 64:
+        result = plain_dot(tl.trans(a), b, PRECISION, onto)
     else:
-        total = dot(a.to(tl.float32), b.to(tl.float32), PRECISION, onto)
-    return total
-
-
-@triton.jit
-def whole_product(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr):
-    """The product of small whole numbers `a` in bf16, which are exact in fp16 too, and values."""
-    if b.dtype == tl.float16:
-        result = dot(a.to(tl.float16), b, PRECISION)
-    else:
-        result = product(a, b, PIECES, PRECISION)
+        groups: tl.constexpr = a.shape[1] // 32
+        grouped = tl.permute(tl.reshape(a, (a.shape[0], groups, 32)), (1, 2, 0))
+        repeated = tl.broadcast_to(b[None, :, :], (groups, b.shape[0], b.shape[1]))
+        result = tl.reshape(plain_dot(grouped, repeated, PRECISION), (a.shape[1], b.shape[1]))
+        if onto is not None:
+            result += onto
     return result
 
 
 @triton.jit
-def transposed_product(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr):
-    """a^T @ b for fp32 `a`, which goes in as the sum of PIECES bf16 numbers if `b` is bf16.
+def product(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr, onto=None, TURNED: tl.constexpr = False):
+    """`dot` in fp32. If one side is bf16, the other goes in as the sum of PIECES bf16 numbers.
 
-    It is cut in pieces before it is transposed: afterwards several warps would do the same work.
+    Three pieces hold all 24 bits of an fp32 number and every product is exact, so this is as good as fp32
+    arithmetic at the speed of bf16. Two fp32 sides are multiplied with PRECISION. Pieces are cut before they
+    are turned: afterwards several warps would do the same work.
     """
-    if b.dtype == tl.bfloat16:
+    if a.dtype == b.dtype:
+        total = dot(a, b, PRECISION, onto, TURNED)
+    elif a.dtype == tl.bfloat16:
+        piece = b.to(tl.bfloat16)
+        total = dot(a, piece, PRECISION, onto, TURNED)
+        for _ in tl.static_range(PIECES - 1):
+            b = b - piece.to(tl.float32)
+            piece = b.to(tl.bfloat16)
+            total = dot(a, piece, PRECISION, total, TURNED)
+    elif b.dtype == tl.bfloat16:
         piece = a.to(tl.bfloat16)
-        total = dot(tl.trans(piece), b, PRECISION)
+        total = dot(piece, b, PRECISION, onto, TURNED)
         for _ in tl.static_range(PIECES - 1):
             a = a - piece.to(tl.float32)
             piece = a.to(tl.bfloat16)
-            total += dot(tl.trans(piece), b, PRECISION)
+            total = dot(piece, b, PRECISION, total, TURNED)
     else:
-        total = dot(tl.trans(a), b.to(tl.float32), PRECISION)
+        total = dot(a.to(tl.float32), b.to(tl.float32), PRECISION, onto, TURNED)
     return total
+
+
+@triton.jit
+def whole_product(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr = False):
+    """The product of small whole numbers `a` in bf16, which are exact in fp16 too, and values."""
+    if b.dtype == tl.float16:
+        result = dot(a.to(tl.float16), b, PRECISION, None, TURNED)
+    else:
+        result = product(a, b, PIECES, PRECISION, None, TURNED)
+    return result
 
 
 @triton.jit

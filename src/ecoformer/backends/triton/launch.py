@@ -25,7 +25,6 @@ from ecoformer.backends.triton.configs import (
     reduce,
     sizes_of,
 )
-from ecoformer.backends.triton.widening import widened
 
 HASH_PRECISION = "tf32x3"
 """How fp32 matrices are multiplied where codes hang on it: "tf32x3" (three products on tensor cores, about 22
@@ -158,15 +157,15 @@ class Launches:
 
 def kept(call: Call, /) -> list[Tensor]:
     """Room for what `forward` hands to the backward: packed codes and states."""
-    return Launches(widened(call)).room_for_backward()
+    return Launches(call).room_for_backward()
 
 
 def forward(call: Call, /) -> tuple[Tensor, list[Tensor]]:
     """The output, and codes and states for the backward."""
-    launches = _Forward(widened(call))
+    launches = _Forward(call)
     with on(call.v.device):
         launches.run()
-        return launches.out.to(call.v.dtype), launches.saved
+        return launches.out, launches.saved
 
 
 class _Forward(Launches):
@@ -200,7 +199,8 @@ class _Forward(Launches):
     def _two_passes(self) -> None:
         q, out, saved = self.q, self.out, self.saved
         partial, parts = self._gather(q if self.k is None else self.k, saved[-2], saved[-1])
-        partial, parts = self.add_parts(partial, parts, saved[-1], "read", q)
+        step: Step = "read" if self.k is None else "gather"
+        partial, parts = self.add_parts(partial, parts, saved[-1], step, q)
 
         def launch(config: Config) -> None:
             stretches, span = self.stretches(config, q.shape[2])
@@ -217,7 +217,7 @@ class _Forward(Launches):
                     **self.exact, **self.hashing, **self.options(config),
                 )  # fmt: skip
 
-        self.fitting("read", q, launch)
+        self.fitting(step, q, launch)
 
     def _gather(self, x: Tensor, codes: Tensor, state: Tensor) -> tuple[Tensor, int]:
         """Codes of the keys, and partial states of every head, and how many of these."""

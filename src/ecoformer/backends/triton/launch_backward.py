@@ -12,18 +12,12 @@ from ecoformer.backends.triton import backward as kernels
 from ecoformer.backends.triton import causal
 from ecoformer.backends.triton.configs import Config
 from ecoformer.backends.triton.launch import Launches, on
-from ecoformer.backends.triton.widening import widened
 
 
 def backward(call: Call, grad: Tensor, saved: list[Tensor], needs: Needs, /) -> Grads:
     """Gradients of q, k, v and the weight; None where not needed."""
-    wide = widened(call)
-    if wide is not call:
-        grad = grad.float()
     with on(call.v.device):
-        *tokens, to_weight = _Backward(wide, grad, saved, needs).run()
-        dtypes = (call.q.dtype, (call.q if call.k is None else call.k).dtype, call.v.dtype)
-        return *(None if x is None else x.to(d) for x, d in zip(tokens, dtypes, strict=True)), to_weight
+        return _Backward(call, grad, saved, needs).run()
 
 
 class _Backward(Launches):
