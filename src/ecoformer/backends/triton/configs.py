@@ -25,6 +25,10 @@ ONE_TILE = 1 << 20
 """As `Config.per_sm`: as many programs as there are tiles."""
 SHORT = 512
 """Tokens up to which one program does a whole head: one launch instead of two."""
+MANY = 1 << 17
+"""Tokens of all heads from which there is enough to do for programs of one warp."""
+LIGHT, HEAVY = 400, 1000
+"""Bytes of a token on the chip up to which one or two warps have room for it, and up to which four have."""
 
 
 def padded(width: int) -> int:
@@ -120,28 +124,28 @@ def reduce(step: Step, sizes: Sizes, config: Config) -> Config | None:
 
 def default(step: Step, sizes: Sizes) -> Config:
     """What was fastest on an H200: one or two warps a program; more for wide tokens, with smaller tiles."""
-    narrow, light = sizes.bulk <= 256, sizes.bulk <= 400
-    if not light:
-        config = Config(32, 4, 1, 8) if sizes.bulk <= 1000 else Config(16, 8, 1, 8)
+    many = sizes.rows * sizes.tokens >= MANY
+    if sizes.bulk > LIGHT:
+        config = Config(32, 4, 1, 8) if sizes.bulk <= HEAVY else Config(16, 8, 1, 8)
         config = config._replace(per_sm=ONE_TILE) if step == "token_grad" else config
+    elif sizes.tokens <= SHORT and step in ("gather", "gather_grad"):
+        config = Config(32, 1, 3, 0) if step == "gather" and many else Config(64, 2, 1, 0)
     elif step == "gather":
         config = Config(16, 1, 3, 10)
     elif step == "read":
-        config = Config(64 if narrow else 32, 1, 1, 8)
+        config = Config(64 if sizes.value_dim <= 32 else 32, 1, 1, 8)
     elif step == "gather_grad":
-        config = Config(32 if narrow else 16, 1, 3, 8)
+        config = Config(32, 1, 3, 8)
     else:
-        config = Config(32, 2, 2, 16)
-    if light and sizes.tokens <= SHORT and step in ("gather", "gather_grad"):
-        config = Config(32, 2, 2, 0)
+        config = Config(64 if sizes.dim > 32 and many else 32, 2, 2, 16)
     return config._replace(block=min(config.block, padded(sizes.tokens)))
 
 
-def causal_config(sizes: Sizes, device: torch.device) -> Config:
+def causal_config(sizes: Sizes) -> Config:
     """For kernels in causal order. Not measured: the block decides the shape of what the backward gets."""
-    if sizes.bulk <= 400:
+    if sizes.bulk <= LIGHT:
         return Config(64, 2, 1, 0)
-    return Config(32, 4, 1, 0) if sizes.bulk <= 1000 else Config(16, 8, 1, 0)
+    return Config(32, 4, 1, 0) if sizes.bulk <= HEAVY else Config(16, 8, 1, 0)
 
 
 @cache

@@ -113,7 +113,7 @@ class Launches:
 
     def causal_options(self, x: Tensor) -> dict[str, int]:
         """Block size and launch options in causal order."""
-        return self.options(causal_config(self.sizes(x), self.device))
+        return self.options(causal_config(self.sizes(x)))
 
     def room(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An empty tensor on the call's device."""
@@ -149,7 +149,7 @@ class Launches:
         """Room for what the backward wants: packed codes and states."""
         lead = self.v.shape[:2]
         if self.causal:
-            blocks = _ceiling(self.q.shape[2], causal_config(self.sizes(self.q), self.device).block)
+            blocks = _ceiling(self.q.shape[2], causal_config(self.sizes(self.q)).block)
             return [self.code_room(self.q), self.state_room(*lead, blocks + 1)]
         codes = [self.code_room(x) for x in (self.q, self.k) if x is not None]
         return [*codes, self.state_room(*lead)]

@@ -1,0 +1,81 @@
+"""What the compiler makes of the Triton kernels for a Hopper GPU. It needs no GPU."""
+
+import os
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ecoformer.backends.triton import causal
+from ecoformer.backends.triton.backward import attend_back, gather_grad, token_grad
+from ecoformer.backends.triton.configs import Sizes, causal_config, default, padded
+from ecoformer.backends.triton.forward import attend, gather, hash_and_read, read
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled")
+
+HOPPER = GPUTarget("cuda", 90, 32)
+STEPS = {
+    gather: "gather",
+    read: "read",
+    attend: "gather",
+    hash_and_read: "gather",
+    gather_grad: "gather_grad",
+    token_grad: "token_grad",
+    attend_back: "gather_grad",
+}
+IN_ORDER = (causal.causal_gather, causal.causal_read, causal.causal_gather_grad, causal.causal_token_grad)
+FLOATS = ("reads", "state", "states", "partial", "support", "mean", "sigma", "weight", "to_weight")
+HALVES = ("grad", "x", "v", "mask", "out", "to_x", "to_v")
+
+
+def compiled(kernel, config, dim, bits, support):
+    """The kernel for bf16 tokens that lie as layers make them, as PTX."""
+    constants = {
+        "D": dim, "E": dim, "M": support, "BITS": bits, "BD": padded(dim), "BE": padded(dim),
+        "BM": padded(support), "BB": padded(bits), "BLOCK": config.block,
+        "PIECES": 2, "PRECISION": "tf32x3", "GRAD_PRECISION": "bf16", "MASKED": True, "WHOLE": True,
+        "SINGLE": False, "QUERIES": True, "KEYS": True, "TOKENS": True, "VALUES": True, "WEIGHT": True,
+    }  # fmt: skip
+    names = kernel.function.arg_names
+    types, properties = {}, {}
+    for place, name in enumerate(names):
+        aligned = True
+        if name in constants:
+            types[name], aligned = "constexpr", False
+        elif name in FLOATS:
+            types[name] = "*fp32"
+        elif name in HALVES:
+            types[name] = "*bf16"
+        elif name == "codes":
+            types[name] = "*i16" if bits <= 16 else "*i32" if bits <= 32 else "*i64"
+        elif name == "beta":
+            types[name], aligned = "fp32", False
+        elif name.endswith("_c"):
+            types[name], constants[name], aligned = "constexpr", 1, False
+        else:
+            types[name] = "i32"
+        if aligned:
+            properties[(place,)] = [["tt.divisibility", 16]]
+    known = {(names.index(name),): value for name, value in constants.items() if name in names}
+    source = ASTSource(fn=kernel.function, signature=types, constexprs=known, attrs=properties)
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    return triton.compile(source, target=HOPPER, options=options).asm["ptx"]
+
+
+@pytest.mark.parametrize("sizes", [(64, 16, 25), (40, 64, 64)])
+@pytest.mark.parametrize("kernel", [*STEPS, *IN_ORDER], ids=lambda kernel: kernel.function.__name__)
+def test_no_kernel_has_asynchronous_products(kernel, sizes, monkeypatch, tmp_path):
+    """See `configs.has_async_products`. Products themselves are on tensor cores."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    dim, bits, support = sizes
+    shape = Sizes(256, 3136, dim, dim, support, bits, torch.bfloat16)
+    config = causal_config(shape) if kernel in IN_ORDER else default(STEPS[kernel], shape)
+    code = compiled(kernel, config, *sizes)
+    assert "wgmma" not in code
+    assert re.search(r"mma\.sync\S*\.bf16\.bf16", code)
