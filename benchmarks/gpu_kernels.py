@@ -184,7 +184,7 @@ def time_shape(shape: Shape, causal: bool, names: tuple[str, ...], backward: boo
     # Graphs for all alike: short kernels would else be timed by how fast Python launches them.
     graphs = {name: captured(work) for name, work in works.items()}
     for key, timed in (("ms", graphs), ("called_ms", works)):
-        timings = time_contestants(timed, q.device, seconds=0.6)
+        timings = time_contestants(timed, q.device, seconds=1.0)
         row[key] = {name: timing.median_ms for name, timing in timings.items()}
         row[f"{key}_spread"] = {name: [timing.low_ms, timing.high_ms] for name, timing in timings.items()}
     # Queries, values and output once; backward also reads them and the gradient and writes two gradients.
