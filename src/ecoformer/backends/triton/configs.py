@@ -131,7 +131,8 @@ def default(step: Step, sizes: Sizes) -> Config:
     elif sizes.tokens <= SHORT and step in ("gather", "gather_grad"):
         config = Config(32, 1, 3, 0) if step == "gather" and many else Config(64, 2, 1, 0)
     elif step == "gather":
-        config = Config(16, 1, 3, 10)
+        # As many programs as fit at once by their registers: one more round takes as long as the first.
+        config = Config(16, 1, 3, 10 if sizes.dim <= 32 else 8)
     elif step == "read":
         config = Config(64 if sizes.value_dim <= 32 else 32, 1, 1, 8)
     elif step == "gather_grad":
