@@ -23,7 +23,7 @@ def time(row, name):
     return f"{1e3 * row['ms'][name]:.0f} ({1e3 * row['called_ms'][name]:.0f})" if name in row["ms"] else ""
 
 
-@pytest.mark.parametrize("row", KERNELS["tuned"]["rows"], ids=str)
+@pytest.mark.parametrize("row", KERNELS["time"]["rows"], ids=str)
 def test_times(row):
     ms, bandwidth = row["ms"], KERNELS["ceilings"]["rows"][0]["copy_tb_per_s"]
     floor = row["floor_bytes"] / bandwidth / 1e6
@@ -42,7 +42,7 @@ def test_nothing_was_timed_that_was_not_right():
 
 def test_the_readme_shows_the_same():
     readme = " ".join((ROOT / "README.md").read_text().split())
-    one, both = (row["ms"] for row in KERNELS["tuned"]["rows"] if row["shape"] == [256, 1, 3136, 32])
+    one, both = (row["ms"] for row in KERNELS["time"]["rows"] if row["shape"] == [256, 1, 3136, 32])
     assert f"take {1e3 * one['triton']:.0f} µs" in readme
     assert f"SDPA takes {1e3 * one['sdpa']:.0f} " in readme
     assert f"compiled PyTorch {1e3 * one['compiled']:.0f};" in readme
@@ -64,7 +64,7 @@ def test_causal_order():
 
 
 def test_before_and_after():
-    for phase in ("before", "tuned"):
+    for phase in ("before", "asynchronous", "time"):
         rows = [row for row in KERNELS[phase]["rows"] if row["shape"] == [256, 1, 3136, 32]]
         assert " | ".join(f"{1e3 * row['ms']['triton']:.0f}" for row in rows) in PAGE
 
@@ -104,6 +104,36 @@ def test_compiled_models_are_summed_up():
     assert f"{min(matrix):.1f} to {max(matrix):.1f} times the paper's baseline" in PAGE
     assert f"{min(at_224):.2f} to {max(at_224):.2f} times SDPA" in PAGE
     assert f"512 pixels {ratios['512, batch 32']:.2f} times SDPA" in PAGE
+
+
+@pytest.mark.parametrize(("part", "row"), figures("gpu_models_latest").items())
+def test_whole_models_with_the_latest_kernels(part, row):
+    here = {each["backend"].removesuffix(", compiled"): each for each in row["rows"]}
+    assert all(each["checked"]["passed"] and each["checked_as_timed"]["passed"] for each in row["rows"])
+    cells = [f"{here[name]['images_per_s']:.0f}" for name in ("sdpa", "eager", "triton")]
+    words = part.replace(",", " pixels,")
+    assert f"| {words} | {' | '.join(cells)} | {here['triton']['ratio_to_sdpa']:.2f} |" in PAGE
+
+
+def test_the_profile():
+    lines = (ROOT / "results" / "gpu_profile_512.log").read_text().splitlines()
+    total = int(next(line for line in lines if line.startswith("eco 512 total us ")).split()[-1])
+    ours = sum(float(line.split()[0]) for line in lines if line.split()[-1:] in (["gather"], ["read"]))
+    assert f"`gather` and `read` take {ours:.0f} of {total} µs" in PAGE
+    assert f"attention is {100 * ours / total:.0f} % of what is left" in PAGE
+    latest = {row["backend"]: row["median_ms"] for row in figures("gpu_models_latest")["512, batch 32"]["rows"]}
+    assert latest["sdpa, compiled"] / (latest["triton, compiled"] * (1 - ours / total)) < 4
+
+
+def test_where_it_overtakes_sdpa():
+    found = figures("lengths_gpu")
+    for row in found["crossover"]:
+        assert not row["graphs"] and not row["backward"] and row["backend"] == "triton"
+        assert f"| {row['batch']}, {row['heads']}, {row['channels']} | {row['tokens']:,} |" in PAGE
+    rows = [row for row in found["lengths"] if row["backend"] == "triton"]
+    first = min(row["shape"][2] for row in rows if row["ratio_to_sdpa"] > 1)
+    assert f"from {first:,} tokens on" in PAGE
+    assert (ROOT / "docs" / "figures" / "lengths_gpu.svg").is_file()
 
 
 def test_energy():

@@ -23,6 +23,13 @@ def test_times_of_attention():
         assert f"| {shape} | {' | '.join(cells)} |" in PAGE
 
 
+def test_times_in_turns():
+    one, many = (row["in turns"]["ratios"]["sdpa / cpu"] for row in FIGURES["attention"][:2])
+    assert f"In turns with the others it is {one:.0f} and {many:.0f} times" in PAGE
+    warm, cold = (FIGURES["attention"][0][how]["median_ms"]["cpu"] for how in ("in a row", "in turns"))
+    assert f"a call of {warm:.2f} ms takes {cold:.2f} when" in PAGE
+
+
 def test_whole_models():
     rows = FIGURES["models"]
     assert all(row["checked"]["passed"] for row in rows)

@@ -30,7 +30,8 @@ def test_what_was_measured_is_used_in_the_next_process(cache_file):
     configs.measured.cache_clear()
     assert configs.choose("gather", SIZES, GPU) == mine
     assert configs.choose("read", SIZES, GPU) == configs.default("read", SIZES)
-    assert configs.choose("gather", SIZES._replace(dim=64), GPU) == configs.default("gather", SIZES)
+    other = SIZES._replace(dim=64)
+    assert configs.choose("gather", other, GPU) == configs.default("gather", other)
     assert list(cache_file.parent.iterdir()) == [cache_file]
 
 
@@ -90,6 +91,16 @@ def test_defaults_are_legal(step, dtype, tokens):
         assert config.block in (16, 32, 64)
         assert not configs.has_async_products(config)
         assert config.per_sm > 0 or step in ("gather", "gather_grad")
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "single"),
+    [(1280, 196, True), (160, 512, True), (160, 513, False), (8, 128, True), (8, 256, False)],
+)
+def test_few_heads_take_one_launch_only_if_they_are_very_short(rows, tokens, single):
+    sizes = Sizes(rows, tokens, 64, 64, 25, 16, torch.bfloat16)
+    for step in ("gather", "gather_grad"):
+        assert (configs.default(step, sizes).per_sm == 0) == single
 
 
 def test_a_configuration_with_other_results_is_never_chosen(monkeypatch):

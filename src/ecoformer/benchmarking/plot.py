@@ -60,7 +60,7 @@ def _draw_times(axes: Axes, rows: list[Row], style: dict[str, str]) -> None:
 def _dress(axes: Axes, title: str, lengths: list[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
+    axes.set_xticks(lengths, [f"{n:,}" for n in lengths], fontsize=8)
     axes.minorticks_off()
     axes.set_xlabel("tokens N")
     axes.set_title(title, fontsize=10)

@@ -23,8 +23,9 @@ STEPS: tuple[Step, ...] = ("gather", "read", "gather_grad", "token_grad")
 
 ONE_TILE = 1 << 20
 """As `Config.per_sm`: as many programs as there are tiles."""
-SHORT = 512
-"""Tokens up to which one program does a whole head: one launch instead of two."""
+SHORT, SHORTEST, FEW = 512, 128, 128
+"""Tokens up to which one program does a whole head, in one launch instead of two; up to which it does so if
+there are fewer heads than this to keep a GPU busy."""
 MANY = 1 << 17
 """Tokens of all heads from which there is enough to do for programs of one warp."""
 LIGHT, HEAVY = 400, 1000
@@ -125,10 +126,11 @@ def reduce(step: Step, sizes: Sizes, config: Config) -> Config | None:
 def default(step: Step, sizes: Sizes) -> Config:
     """What was fastest on an H200: one or two warps a program; more for wide tokens, with smaller tiles."""
     many = sizes.rows * sizes.tokens >= MANY
+    short = sizes.tokens <= (SHORTEST if sizes.rows < FEW else SHORT)
     if sizes.bulk > LIGHT:
         config = Config(32, 4, 1, 8) if sizes.bulk <= HEAVY else Config(16, 8, 1, 8)
         config = config._replace(per_sm=ONE_TILE) if step == "token_grad" else config
-    elif sizes.tokens <= SHORT and step in ("gather", "gather_grad"):
+    elif short and step in ("gather", "gather_grad"):
         config = Config(32, 1, 3, 0) if step == "gather" and many else Config(64, 2, 1, 0)
     elif step == "gather":
         # As many programs as fit at once by their registers: one more round takes as long as the first.
