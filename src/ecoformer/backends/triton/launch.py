@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -54,6 +54,13 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+@lru_cache(maxsize=256)
+def _constants(samples: int, dim: int, channels: int, bits: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Sizes that kernels are compiled for: of those that read, and of those that hash too."""
+    reading = {"E": channels, "BITS": bits, "BE": padded(channels), "BB": padded(bits)}
+    return reading, {"D": dim, "M": samples, "BD": padded(dim), "BM": padded(samples), **reading}
+
+
 class Launches:
     """What all launches of one call share."""
 
@@ -74,17 +81,12 @@ class Launches:
         self.masked = {"MASKED": mask is not None}
         whole = self.beta.is_integer() and beta >= 0 and self.bits + beta <= 256
         self.whole = {"WHOLE": whole}
-        self.reading = {
-            "E": v.shape[-1], "BITS": self.bits, "BE": padded(v.shape[-1]), "BB": padded(self.bits)
-        }  # fmt: skip
-        dim, samples = functions.support.shape[2], functions.support.shape[1]
-        self.hashing = {
-            "D": dim, "M": samples, "BD": padded(dim), "BM": padded(samples), **self.reading
-        }  # fmt: skip
+        self.reading, self.hashing = _constants(*self.support.shape[1:], v.shape[-1], self.bits)
+        self._sizes = sizes_of(self.q, v, self.support, self.bits)
 
     def sizes(self, x: Tensor) -> Sizes:
         """Sizes with `x` as the tokens."""
-        return sizes_of(x, self.v, self.support, self.bits)
+        return self._sizes if x is self.q else sizes_of(x, self.v, self.support, self.bits)
 
     def config(self, step: Step, x: Tensor) -> Config:
         """The configuration of a step over the tokens `x`."""

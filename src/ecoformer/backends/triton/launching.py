@@ -41,7 +41,7 @@ class Kernel:
         # the numbers themselves tell more than enough.
         key = (
             arguments[0].get_device(),
-            *((x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in arguments),
+            *[(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in arguments],
             *named.items(),
         )
         known = self._known.get(key)
