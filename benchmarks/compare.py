@@ -76,6 +76,9 @@ def main() -> None:
         time.sleep(0.2)
     for row in _write(runs, options):
         print(f"{row['label']:<24} {row['point']} seed {row['seed']}  {row['accuracy']:.2%}")
+    missing = _unfinished(runs, options.out)
+    if missing:
+        raise SystemExit(f"without a result: {', '.join(missing)}; see {options.out}/NAME.log")
 
 
 def _options() -> argparse.Namespace:
@@ -148,16 +151,20 @@ def _start(run: Run, options: argparse.Namespace) -> subprocess.Popen[bytes]:
 
 def _write(runs: list[Run], options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = [row for run in runs if (row := _row(run, options.out / run.name)) is not None]
-    missing = [run.name for run in runs if not (options.out / run.name / "result.json").is_file()]
+    unfinished = _unfinished(runs, options.out)
     settings = {
         "recipe": options.recipe,
         "changes": list(map(relative, options.set)),
         "at_once": options.at_once,
     }
     write_result(
-        options.result or options.recipe, {"settings": settings, "rows": rows, "unfinished": missing}
+        options.result or options.recipe, {"settings": settings, "rows": rows, "unfinished": unfinished}
     )
     return rows
+
+
+def _unfinished(runs: list[Run], folder: Path) -> list[str]:
+    return [run.name for run in runs if not (folder / run.name / "result.json").is_file()]
 
 
 def _row(run: Run, folder: Path) -> dict[str, Any] | None:

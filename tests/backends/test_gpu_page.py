@@ -121,7 +121,9 @@ def test_the_profile():
     ours = sum(float(line.split()[0]) for line in lines if line.split()[-1:] in (["gather"], ["read"]))
     assert f"`gather` and `read` take {ours:.0f} of {total} µs" in PAGE
     assert f"attention is {100 * ours / total:.0f} % of what is left" in PAGE
-    latest = {row["backend"]: row["median_ms"] for row in figures("gpu_models_latest")["512, batch 32"]["rows"]}
+    latest = {
+        row["backend"]: row["median_ms"] for row in figures("gpu_models_latest")["512, batch 32"]["rows"]
+    }
     assert latest["sdpa, compiled"] / (latest["triton, compiled"] * (1 - ours / total)) < 4
 
 

@@ -139,3 +139,14 @@ def test_only_the_recipes_own_mechanism_takes_its_options(compare, tmp_path):
 def test_a_wrong_setting_is_one_line(compare):
     assert "no such key: optimiser.rate" in refused(compare, "--set", "optimiser.rate=1")
     assert "no recipe is called 'recal'" in refused(compare, recipe="recal")
+
+
+def test_a_run_without_a_result_is_named_by_the_exit_status(compare, monkeypatch, tmp_path):
+    script = importlib.import_module("compare")
+
+    def start(run, options):
+        return Finished() if run.seed == 1 else finish(run, options, 1)
+
+    monkeypatch.setattr(script, "_start", start)
+    assert "without a result: eco-1;" in refused(compare, "--seeds", "0", "1")
+    assert started(tmp_path) == ["eco-0"]
