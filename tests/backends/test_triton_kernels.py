@@ -453,6 +453,8 @@ def test_what_it_cannot_do(kernels, monkeypatch):
     assert "own value" in reason(k=None, own_value=True)
     monkeypatch.setattr(kernels, "VERSION", (3, 2))
     assert "Triton 3.3" in reason(k=None, causal=True)
+    many = call.functions._replace(weight=torch.zeros(2, 25, 33, device=DEVICE))
+    assert "more than 32 bits" in reason(functions=many)
     assert reason() is None
 
 

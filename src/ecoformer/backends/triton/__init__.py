@@ -10,15 +10,14 @@ import torch
 
 from ecoformer.backends.fused import Call, HashFunctions
 from ecoformer.backends.triton.configs import capability
-from ecoformer.backends.triton.hashing import INTERPRETED
+from ecoformer.backends.triton.hashing import INTERPRETED, VERSION
 from ecoformer.backends.triton.launch import forward, kept
 from ecoformer.backends.triton.launch_backward import backward
-from ecoformer.backends.triton.launching import VERSION
 
 __all__ = ["backward", "cannot", "forward", "kept"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_WIDEST, _MOST = 128, 64
+_WIDEST, _MOST, _PLAIN = 128, 64, 32
 
 
 def cannot(call: Call, *, needs_grad: bool) -> str | None:
@@ -33,6 +32,9 @@ def cannot(call: Call, *, needs_grad: bool) -> str | None:
     if causal and VERSION < (3, 3):
         # Its compiler does not fail on the causal backward, it aborts the process.
         return "its kernels for causal order need Triton 3.3"
+    if max(functions.weight.shape[-2:]) > _PLAIN and VERSION < (3, 3):
+        # The same on the backward with products in groups.
+        return f"its kernels for more than {_PLAIN} bits or support samples need Triton 3.3"
     if q.dtype not in _DTYPES or v.dtype not in _DTYPES:
         return "it takes fp32, bf16 and fp16"
     if max(q.shape[-1], v.shape[-1]) > _WIDEST:

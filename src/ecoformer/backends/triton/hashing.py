@@ -14,7 +14,10 @@ import os
 import triton
 import triton.language as tl
 
+VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+NARROWEST = tl.constexpr(8 if VERSION >= (3, 5) else 16)
+"""Columns that a product must have."""
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -22,7 +25,11 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def plain_dot(a, b, PRECISION: tl.constexpr, onto=None):
     """a @ b + onto, summed in fp32. The interpreter has a wrong bf16 product; widening is exact."""
     if INTERPRETED:
-        result = tl.dot(a.to(tl.float32), b.to(tl.float32), onto, input_precision="ieee")
+        result = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+        if onto is not None:
+            result += onto
+    elif onto is None:  # which `tl.dot` does not take as such before Triton 3.4
+        result = tl.dot(a, b, input_precision=PRECISION)
     else:
         result = tl.dot(a, b, onto, input_precision=PRECISION)
     return result
@@ -128,9 +135,9 @@ def weigh(features, mix):
 
 @triton.jit
 def row_sums(x, weights, PIECES: tl.constexpr, PRECISION: tl.constexpr):
-    """The sum over the columns of x (BLOCK, K) times weights (K,): eight equal columns of a product."""
-    columns = tl.broadcast_to(weights[:, None], (weights.shape[0], 8))
-    return tl.sum(product(x, columns, PIECES, PRECISION), axis=1) * 0.125
+    """The sum over the columns of x (BLOCK, K) times weights (K,): equal columns of a product."""
+    columns = tl.broadcast_to(weights[:, None], (weights.shape[0], NARROWEST))
+    return tl.sum(product(x, columns, PIECES, PRECISION), axis=1) * (1.0 / NARROWEST)
 
 
 @triton.jit

@@ -10,12 +10,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 
-from ecoformer.backends.triton.hashing import INTERPRETED
+from ecoformer.backends.triton.hashing import INTERPRETED, VERSION
 
-VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _DIRECT = VERSION >= (3, 3) and not INTERPRETED.value
 """Older versions start compiled code with other arguments, and the interpreter has none."""
 _MOST = 4096
