@@ -2,8 +2,8 @@
 
     python benchmarks/profile_model.py eco --resolution 512 --batch 32
 
-converts a PVTv2-B0 with random weights, compiles it (bf16 autocast, channels last) and adds up the time of its
-kernels over a few forwards. Writes results/gpu_profile.json.
+converts a PVTv2-B0 with random weights, compiles it (bf16 autocast, channels last) and adds up the time of
+its kernels over a few forwards. Writes results/gpu_profile.json.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def build(attention: str, images: torch.Tensor) -> nn.Module:
     if attention != "softmax":
         ecoformer.convert(model, attention)
         ecoformer.fit_hashers(model, [images[:4]])
-    return model.eval().to(memory_format=torch.channels_last)  # type: ignore[no-any-return]
+    return model.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 def kernels(model: nn.Module, images: torch.Tensor) -> tuple[Counter[str], Counter[str]]:

@@ -116,14 +116,12 @@ def test_whole_models_with_the_latest_kernels(part, row):
 
 
 def test_the_profile():
-    lines = (ROOT / "results" / "gpu_profile_512.log").read_text().splitlines()
-    total = int(next(line for line in lines if line.startswith("eco 512 total us ")).split()[-1])
-    ours = sum(float(line.split()[0]) for line in lines if line.split()[-1:] in (["gather"], ["read"]))
+    profile, rows = figures("gpu_profile"), figures("gpu_models_latest")["512, batch 32"]["rows"]
+    total = profile["total_us"]
+    ours = sum(row["us"] for row in profile["kernels"] if row["kernel"] in ("gather", "read"))
     assert f"`gather` and `read` take {ours:.0f} of {total} µs" in PAGE
     assert f"attention is {100 * ours / total:.0f} % of what is left" in PAGE
-    latest = {
-        row["backend"]: row["median_ms"] for row in figures("gpu_models_latest")["512, batch 32"]["rows"]
-    }
+    latest = {row["backend"]: row["median_ms"] for row in rows}
     assert latest["sdpa, compiled"] / (latest["triton, compiled"] * (1 - ours / total)) < 4
 
 
