@@ -135,6 +135,7 @@ def check() -> Iterator[Figures]:
     cases = [
         ((3, 2, 500, 32), False),
         ((2, 5, 196, 64), False),
+        ((256, 5, 196, 64), False),
         ((2, 1, 3137, 32), False),
         ((2, 2, 700, 64), True),
     ]

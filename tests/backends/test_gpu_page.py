@@ -58,9 +58,13 @@ def test_growth():
 
 
 def test_causal_order():
-    for row in KERNELS["causal"]["rows"]:
-        for name in ("triton", "sdpa"):
-            assert f" {1e3 * row['ms'][name]:.0f}" in PAGE[PAGE.index("In causal order at 65,536") :]
+    rows = {(*row["shape"], row["backward"]): row["ms"] for row in KERNELS["causal"]["rows"]}
+    times = {key: [f"{1e3 * ms[name]:.0f}" for name in ("triton", "sdpa")] for key, ms in rows.items()}
+    (one, of_one), (both, of_both) = (times[1, 8, 65_536, 64, backward] for backward in (False, True))
+    assert f"{one} µs forward, where causal SDPA takes {of_one}, and {both} with the backward" in PAGE
+    assert f"where it takes {of_both}. At (32, 1, 3136, 32)" in PAGE
+    (one, of_one), (both, of_both) = (times[32, 1, 3136, 32, backward] for backward in (False, True))
+    assert f"it is {one} against {of_one}, and {both} against {of_both}." in PAGE
 
 
 def test_before_and_after():

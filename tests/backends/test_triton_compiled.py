@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from ecoformer.backends.triton import causal
 from ecoformer.backends.triton.backward import attend_back, gather_grad, token_grad
-from ecoformer.backends.triton.configs import Sizes, causal_config, default, padded
+from ecoformer.backends.triton.configs import ONE_TILE, Sizes, causal_config, default, padded
 from ecoformer.backends.triton.forward import attend, gather, hash_and_read, read
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled")
@@ -40,7 +40,8 @@ def compiled(kernel, config, dim, bits, support):
         "D": dim, "E": dim, "M": support, "BITS": bits, "BD": padded(dim), "BE": padded(dim),
         "BM": padded(support), "BB": padded(bits), "BLOCK": config.block,
         "PIECES": 2, "PRECISION": "tf32x3", "GRAD_PRECISION": "bf16", "MASKED": True, "WHOLE": True,
-        "SINGLE": False, "QUERIES": True, "KEYS": True, "TOKENS": True, "VALUES": True, "WEIGHT": True,
+        "SINGLE": config.per_sm == ONE_TILE, "QUERIES": True, "KEYS": True, "TOKENS": True, "VALUES": True,
+        "WEIGHT": True,
     }  # fmt: skip
     names = kernel.function.arg_names
     types, properties = {}, {}
@@ -74,7 +75,8 @@ def test_no_kernel_has_asynchronous_products(kernel, sizes, monkeypatch, tmp_pat
     """See `configs.has_async_products`. Products themselves are on tensor cores."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     dim, bits, support = sizes
-    shape = Sizes(256, 3136, dim, dim, support, bits, torch.bfloat16)
+    tokens = 196 if kernel in (attend, attend_back) else 3136
+    shape = Sizes(1280, tokens, dim, dim, support, bits, torch.bfloat16)
     config = causal_config(shape) if kernel in IN_ORDER else default(STEPS[kernel], shape)
     code = compiled(kernel, config, *sizes)
     assert "wgmma" not in code

@@ -17,24 +17,21 @@ from ecoformer.backends.triton.launch_backward import backward
 __all__ = ["backward", "cannot", "forward", "kept"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_WIDEST, _MOST, _PLAIN = 128, 64, 32
+_WIDEST, _MOST = 128, 64
 
 
 def cannot(call: Call, *, needs_grad: bool) -> str | None:
     """Why the kernels cannot run, in a few words; None where they can."""
     q, k, v, _, functions, _, causal, own_value = call
+    if VERSION < (3, 3):
+        # The compiler of 3.2 does not fail on some backward kernels, it aborts the process.
+        return "it needs Triton 3.3"
     if not isinstance(functions, HashFunctions):
         return "it has no kernel for hash functions by hyperplanes"
     if own_value:
         return "it has no kernel for a bias that is a query's own value"
     if causal and k is not None:
         return "it has no kernel for causal order with keys of their own"
-    if causal and VERSION < (3, 3):
-        # Its compiler does not fail on the causal backward, it aborts the process.
-        return "its kernels for causal order need Triton 3.3"
-    if max(functions.weight.shape[-2:]) > _PLAIN and VERSION < (3, 3):
-        # The same on the backward with products in groups.
-        return f"its kernels for more than {_PLAIN} bits or support samples need Triton 3.3"
     if q.dtype not in _DTYPES or v.dtype not in _DTYPES:
         return "it takes fp32, bf16 and fp16"
     if max(q.shape[-1], v.shape[-1]) > _WIDEST:

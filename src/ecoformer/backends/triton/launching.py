@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ecoformer.backends.triton.hashing import INTERPRETED, VERSION
+from ecoformer.backends.triton.hashing import INTERPRETED
 
-_DIRECT = VERSION >= (3, 3) and not INTERPRETED.value
-"""Older versions start compiled code with other arguments, and the interpreter has none."""
+_DIRECT = not INTERPRETED.value
+"""The interpreter has no compiled code."""
 _MOST = 4096
 """Launches that are kept for a kernel; lengths that never come back must not fill the memory."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ecoformer.backends.triton.hashing import far
 from ecoformer.backends.triton.launching import Kernel
 
 
@@ -53,17 +54,19 @@ def load_parts(base, parts, BITS: tl.constexpr, E: tl.constexpr, BB: tl.constexp
 @triton.jit
 def store_reads(base, inverse, e, start, n, BLOCK: tl.constexpr):
     """Keep one over the denominator of each query of a tile, and e, its gradient's share in denominators."""
-    rows = start + tl.arange(0, BLOCK)
-    tl.store(base + rows * 2, inverse, mask=rows < n)
-    tl.store(base + rows * 2 + 1, e, mask=rows < n)
+    rows = tl.arange(0, BLOCK)
+    base += far(start) * 2
+    tl.store(base + rows * 2, inverse, mask=start + rows < n)
+    tl.store(base + rows * 2 + 1, e, mask=start + rows < n)
 
 
 @triton.jit
 def load_reads(base, start, n, BLOCK: tl.constexpr):
     """What `store_reads` kept; zero beyond the last token."""
-    rows = start + tl.arange(0, BLOCK)
-    inverse = tl.load(base + rows * 2, mask=rows < n, other=0.0)
-    return inverse, tl.load(base + rows * 2 + 1, mask=rows < n, other=0.0)
+    rows = tl.arange(0, BLOCK)
+    base += far(start) * 2
+    inverse = tl.load(base + rows * 2, mask=start + rows < n, other=0.0)
+    return inverse, tl.load(base + rows * 2 + 1, mask=start + rows < n, other=0.0)
 
 
 @Kernel
