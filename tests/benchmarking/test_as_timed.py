@@ -8,7 +8,7 @@ from ecoformer.benchmarking.as_timed import check_training
 
 
 class Noisy(torch.autograd.Function):
-    """The same numbers, with a gradient that is off by a part that differs from call to call, or by a factor."""
+    """The same numbers, with a gradient that is off by something else in every call, or by a factor."""
 
     @staticmethod
     def forward(ctx, x, noise, factor):
