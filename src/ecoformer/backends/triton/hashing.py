@@ -311,7 +311,7 @@ def kernel_of(x, samples, lengths, scale, PRECISION: tl.constexpr):
     products = unit_product(x, samples, PRECISION)
     exponent = products * (-2.0 * scale * inverse)[:, None] + (scale + scale * lengths)[None, :]
     # The exponent takes tokens for unit vectors. Zero vectors get their share back (against a support sample
-    # of length zero too, down to sigma = 0.0057). A length whose square overflows gives NaN, infinity by zero.
+    # of length zero too, down to sigma = 0.0057). A length whose square overflows gives NaN: inf * 0.
     back = tl.where(square == 0, power(tl.minimum(-scale, 126.0)), square * inverse * inverse)
     return power(exponent) * back[:, None], inverse
 
