@@ -216,7 +216,7 @@ def tune() -> Iterator[Figures]:
 
 
 def precision() -> Iterator[Figures]:
-    from ecoformer.backends.triton import launch
+    from ecoformer.backends.triton import launch, plans
 
     shape = SHAPES[0]
     functions = draw_functions(shape[1], shape[3])
@@ -226,6 +226,7 @@ def precision() -> Iterator[Figures]:
         bits = torch.arange(BITS, device="cuda")
         for kind in ("tf32x3", "ieee"):
             launch.HASH_PRECISION = kind
+            plans.forget()
 
             def call(q: Tensor = q, v: Tensor = v) -> list[Tensor]:
                 return launch.forward(fused.Call(q, None, v, None, functions, BETA, False))[1]

@@ -39,9 +39,9 @@ def ran(monkeypatch):
     seen = []
     original = fused._forward
 
-    def spy(name, *arguments):
+    def spy(name, *arguments, **named):
         seen.append(name)
-        return original(name, *arguments)
+        return original(name, *arguments, **named)
 
     monkeypatch.setattr(fused, "_forward", spy)
     monkeypatch.delenv("ECOFORMER_BACKEND", raising=False)
@@ -225,7 +225,7 @@ def test_a_backend_asked_for_in_vain_warns_once(monkeypatch, hasher, tokens, ran
 
 
 def test_a_kernel_that_breaks_gives_way_with_one_warning(monkeypatch, hasher, tokens, fresh_warnings):
-    def broken(*_):
+    def broken(*_, **__):
         raise fused.CannotRun("it has no such instruction")
 
     expected = by_steps(tokens, tokens, hasher)
@@ -263,7 +263,7 @@ class Fake:
         return None
 
     @staticmethod
-    def forward(call):
+    def forward(call, keep=True):
         out = fused.empty_out(call.q, call.v)
         out.copy_(fused.plain(call))
         return out, Fake.kept(call)
@@ -320,7 +320,7 @@ def test_a_missing_gradient_is_no_silent_zero(fake, monkeypatch, tokens, hasher)
 
 
 def test_a_backend_that_broke_has_gradients_too(fake, hasher, tokens, fresh_warnings, monkeypatch):
-    def broken(*_):
+    def broken(*_, **__):
         raise fused.CannotRun("out of memory")
 
     monkeypatch.setattr(Fake, "forward", staticmethod(broken))

@@ -43,7 +43,7 @@ def compiled(kernel, config, dim, bits, support):
         "SINGLE": config.per_sm == ONE_TILE, "QUERIES": True, "KEYS": True, "TOKENS": True, "VALUES": True,
         "WEIGHT": True,
     }  # fmt: skip
-    names = kernel.function.arg_names
+    names = kernel.arg_names
     types, properties = {}, {}
     for place, name in enumerate(names):
         aligned = True
@@ -64,13 +64,13 @@ def compiled(kernel, config, dim, bits, support):
         if aligned:
             properties[(place,)] = [["tt.divisibility", 16]]
     known = {(names.index(name),): value for name, value in constants.items() if name in names}
-    source = ASTSource(fn=kernel.function, signature=types, constexprs=known, attrs=properties)
+    source = ASTSource(fn=kernel, signature=types, constexprs=known, attrs=properties)
     options = {"num_warps": config.warps, "num_stages": config.stages}
     return triton.compile(source, target=HOPPER, options=options).asm["ptx"]
 
 
 @pytest.mark.parametrize("sizes", [(64, 16, 25), (40, 64, 64)])
-@pytest.mark.parametrize("kernel", [*STEPS, *IN_ORDER], ids=lambda kernel: kernel.function.__name__)
+@pytest.mark.parametrize("kernel", [*STEPS, *IN_ORDER], ids=lambda kernel: kernel.__name__)
 def test_no_kernel_has_asynchronous_products(kernel, sizes, monkeypatch, tmp_path):
     """See `configs.has_async_products`. Products themselves are on tensor cores."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

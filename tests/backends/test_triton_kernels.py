@@ -292,6 +292,23 @@ def test_repeated_runs_are_equal(kernels, case):
             assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize(
+    "case", [Case(150, heads=1, masked=True), Case(70, causal=True, heads=1), Case(40, n_k=60, heads=1)]
+)
+def test_what_was_worked_out_for_other_tensors_serves(kernels, case):
+    """The launches of a call are repeated with those of the next one of its shapes."""
+    for seed in range(2):
+        call = make(case, seed=seed)
+        grad = torch.randn(*call.q.shape[:3], case.value_dim).to(DEVICE)
+        results = by_kernels(kernels, call, grad)
+        truth = by_autograd(call, grad, torch.float64)
+        for x, true in zip(results, truth, strict=True):
+            assert error(x, true) < 4e-6
+        out, nothing = kernels.forward(call, keep=False)
+        assert torch.equal(out, results[0])
+        assert not nothing
+
+
 def test_codes_and_sums_of_whole_numbers_are_exact(kernels):
     call = make(Case(200, bits=16))
     values = torch.randint(-1000, 1001, call.v.shape, device=DEVICE).float()

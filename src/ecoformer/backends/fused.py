@@ -114,8 +114,8 @@ class Fused(Protocol):
         """
 
     @staticmethod
-    def forward(call: Call, /) -> tuple[Tensor, list[Tensor]]:
-        """The output, as `empty_out` made it, and new tensors that the backward wants."""
+    def forward(call: Call, /, *, keep: bool = True) -> tuple[Tensor, list[Tensor]]:
+        """The output, as `empty_out` made it, and new tensors that the backward wants; none unless `keep`."""
 
     @staticmethod
     def kept(call: Call, /) -> list[Tensor]:
@@ -177,22 +177,26 @@ def run(name: str, call: Call, needs_grad: bool) -> Tensor:
     elif needs_grad:
         out = _Quick.apply(*flat, name)  # type: ignore[no-untyped-call]
     else:
-        out = _forward(name, call)[0]
+        out = _forward(name, call, keep=False)[0]
     return out
 
 
-def _forward(name: str, call: Call) -> tuple[Tensor, list[Tensor]]:
+def _forward(name: str, call: Call, keep: bool) -> tuple[Tensor, list[Tensor]]:
+    """By the backend, or by eager where that breaks."""
     module = load(name)
     if isinstance(module, str):
-        reason: str | None = module
+        reason = module
     else:
-        reason = module.cannot(call, needs_grad=False)
-        if reason is None:
-            try:
-                return module.forward(call)
-            except CannotRun as error:
-                reason = _broken[name] = str(error)
-    warn_once(name, str(reason))
+        try:
+            return module.forward(call, keep=keep)
+        except CannotRun as error:
+            reason = _broken[name] = str(error)
+    return _instead(name, call, reason)
+
+
+def _instead(name: str, call: Call, reason: str) -> tuple[Tensor, list[Tensor]]:
+    """By eager, with room for what the backend would have kept."""
+    warn_once(name, reason)
     out = empty_out(call.q, call.v)
     out.copy_(plain(call))
     return out, _kept(name, call)
@@ -212,7 +216,10 @@ def _kept(name: str, call: Call) -> list[Tensor]:
 def eco_attention(*arguments: Any) -> tuple[Tensor, list[Tensor]]:
     """Tokens to output by the named backend, and what its backward wants; where it cannot run, eager does."""
     *flat, backend = arguments
-    return _forward(backend, Call.of(*flat))
+    module, call = load(backend), Call.of(*flat)
+    # Compiled code has its answer from the time when it was compiled.
+    reason = None if isinstance(module, str) else module.cannot(call, needs_grad=False)
+    return _forward(backend, call, keep=True) if reason is None else _instead(backend, call, reason)
 
 
 @eco_attention.register_fake
@@ -231,7 +238,7 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> Grads:
     return _gradients(ctx, grad, eco_attention_backward)
 
 
-def _gradients(ctx: Any, grad: Tensor, backward: Callable[..., list[Tensor]]) -> Grads:
+def _gradients(ctx: Any, grad: Tensor, backward: Callable[..., Grads]) -> Grads:
     """Of all inputs of the operator, by the operator's backward or by the function that it calls."""
     tensors = ctx.saved_tensors
     flat, saved = (*tensors[:8], ctx.beta, ctx.causal, ctx.own_value), list(tensors[8:])
@@ -255,7 +262,7 @@ class _Quick(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         """As `eco_attention`, the output alone."""
         *flat, backend = inputs
-        output = _forward(backend, Call.of(*flat))
+        output = _forward(backend, Call.of(*flat), keep=True)
         _setup(ctx, inputs, output)
         return output[0]
 
@@ -266,8 +273,8 @@ class _Quick(torch.autograd.Function):
         return tuple(_gradients(ctx, grad, _backward_by))
 
 
-def _backward_by(*arguments: Any) -> list[Tensor]:
-    """Gradients of q, k, v and weight by the named backend, empty where not needed."""
+def _backward_by(*arguments: Any) -> Grads:
+    """Gradients of q, k, v and weight by the named backend, None where not needed."""
     grad, *flat, backend, saved, needs = arguments
     module, call = load(backend), Call.of(*flat)
     if isinstance(module, str):
@@ -276,17 +283,20 @@ def _backward_by(*arguments: Any) -> list[Tensor]:
     for name, x, needed in zip(("q", "k", "v", "weight"), found, needs, strict=True):
         if needed and x is None:
             raise RuntimeError(f'backend "{backend}" gave no gradient for {name}')
-    return [call.functions.weight.new_empty(0) if x is None else x for x in found]
+    return found
 
 
-eco_attention_backward = torch.library.custom_op(
+@torch.library.custom_op(
     "ecoformer::eco_attention_backward",
-    _backward_by,
     mutates_args=(),
     schema="(Tensor grad, Tensor q, Tensor? k, Tensor v, Tensor? mask, Tensor? support, Tensor? mean, "
     "Tensor? sigma, Tensor weight, float beta, bool causal, bool own_value, str backend, Tensor[] saved, "
     "bool[] needs) -> Tensor[]",
 )
+def eco_attention_backward(*arguments: Any) -> list[Tensor]:
+    """The same, with empty tensors where not needed."""
+    grad = arguments[0]
+    return [grad.new_empty(0, dtype=torch.float32) if x is None else x for x in _backward_by(*arguments)]
 
 
 @eco_attention_backward.register_fake

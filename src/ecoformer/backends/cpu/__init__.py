@@ -32,7 +32,7 @@ def _installed() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-def forward(call: Call) -> tuple[Tensor, list[Tensor]]:
+def forward(call: Call, *, keep: bool = True) -> tuple[Tensor, list[Tensor]]:
     """The output, and nothing for a backward."""
     return _attend()(call), []
 

@@ -25,7 +25,6 @@ from ecoformer.backends.triton.hashing import (
     store_tile,
     unpack,
 )
-from ecoformer.backends.triton.launching import Kernel
 from ecoformer.backends.triton.state import load_parts, load_reads, load_state, store_reads, store_state
 
 
@@ -147,7 +146,6 @@ def token_grad_tiles(
         tl.store(to_weight + sample * BITS + bit, to_mix, mask=(sample < M) & (bit < BITS))
 
 
-@Kernel
 @triton.jit
 def gather_grad(
     grad, grad_b, grad_h, grad_n, grad_c, codes, reads, state, partial, n, heads, parts, span, beta,
@@ -170,7 +168,6 @@ def gather_grad(
     store_state(partial, to_sums, to_ones, to_total, 0.0, BITS, E, BB, BE)
 
 
-@Kernel
 @triton.jit
 def token_grad(
     grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c,
@@ -202,7 +199,6 @@ def token_grad(
     )  # fmt: skip
 
 
-@Kernel
 @triton.jit
 def attend_back(
     grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c,

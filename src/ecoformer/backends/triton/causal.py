@@ -23,11 +23,9 @@ from ecoformer.backends.triton.hashing import (
     store_tile,
     whole_product,
 )
-from ecoformer.backends.triton.launching import Kernel
 from ecoformer.backends.triton.state import load_reads, load_state, store_reads, store_state
 
 
-@Kernel
 @triton.jit
 def causal_gather(
     x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n, codes, states,
@@ -79,7 +77,6 @@ def causal_tops(
     return above, tl.where(seen == 0, 0.0, 1.0 / tl.where(seen == 0, 1.0, below))
 
 
-@Kernel
 @triton.jit
 def causal_read(
     v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n, codes, states, out, out_b, out_h, out_n, out_c,
@@ -110,7 +107,6 @@ def causal_read(
     store_tile(out + batch * out_b + head * out_h, tile, first, n, out_n, out_c, E, BE, BLOCK)
 
 
-@Kernel
 @triton.jit
 def causal_gather_grad(
     grad, grad_b, grad_h, grad_n, grad_c, v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n,
@@ -143,7 +139,6 @@ def causal_gather_grad(
     store_state(partial + place, to_sums, to_ones, beta * tl.sum(a, axis=0), 0.0, BITS, E, BB, BE)
 
 
-@Kernel
 @triton.jit
 def causal_token_grad(
     grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c,

@@ -18,6 +18,8 @@ import torch
 import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 
+from ecoformer.backends.triton import plans
+
 Step = Literal["gather", "read", "gather_grad", "token_grad"]
 STEPS: tuple[Step, ...] = ("gather", "read", "gather_grad", "token_grad")
 
@@ -120,6 +122,7 @@ def reduce(step: Step, sizes: Sizes, config: Config) -> Config | None:
         _trials[step] = smaller
     else:
         _reduced[step, sizes] = smaller
+    plans.forget()
     return smaller
 
 
@@ -162,11 +165,13 @@ def trial(**configs: Config) -> Iterator[None]:
     """Use these configurations, by step, whatever was measured."""
     before = dict(_trials)
     _trials.update(configs)  # type: ignore[arg-type]
+    plans.forget()
     try:
         yield
     finally:
         _trials.clear()
         _trials.update(before)
+        plans.forget()
 
 
 def cache_file() -> Path:
@@ -203,9 +208,12 @@ def remember(sizes: Sizes, device: torch.device, configs: dict[Step, Config]) ->
     temporary.write_text(json.dumps(table, indent=1, sort_keys=True))
     temporary.replace(path)
     _best.cache_clear()
+    plans.forget()
     return path
 
 
-def sizes_of(x: Tensor, v: Tensor, support: Tensor, bits: int) -> Sizes:
+def sizes_of(
+    x: Tensor | plans.Place, v: Tensor | plans.Place, support: Tensor | plans.Place, bits: int
+) -> Sizes:
     """Sizes of tokens (B, H, N, D) with values (B, H, ., E)."""
     return Sizes(x.shape[0] * x.shape[1], x.shape[2], x.shape[3], v.shape[3], support.shape[1], bits, v.dtype)

@@ -22,7 +22,6 @@ from ecoformer.backends.triton.hashing import (
     unpack,
     whole_product,
 )
-from ecoformer.backends.triton.launching import Kernel
 from ecoformer.backends.triton.state import load_parts, store_state
 
 
@@ -85,7 +84,6 @@ def read_tiles(
         store_tile(out, tile, start, n, out_n, out_c, E, BE, BLOCK)
 
 
-@Kernel
 @triton.jit
 def gather(
     x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n, codes, partial,
@@ -109,7 +107,6 @@ def gather(
     store_state(partial, sums, ones, total, count, BITS, E, BB, BE)
 
 
-@Kernel
 @triton.jit
 def read(
     codes, partial, state, out, out_b, out_h, out_n, out_c, n, heads, state_parts, parts, span, beta,
@@ -132,7 +129,6 @@ def read(
     )  # fmt: skip
 
 
-@Kernel
 @triton.jit
 def hash_and_read(
     x, x_b, x_h, x_n, x_c, codes, partial, state, out, out_b, out_h, out_n, out_c,
@@ -165,7 +161,6 @@ def hash_and_read(
         store_tile(out, tile, start, n, out_n, out_c, E, BE, BLOCK)
 
 
-@Kernel
 @triton.jit
 def attend(
     x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n, codes, state,

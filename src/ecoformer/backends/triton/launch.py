@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache
-from typing import Any, TypeVar
+from functools import cache, lru_cache, partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources  # type: ignore[import-untyped, unused-ignore]
 
-from ecoformer.backends.fused import Call, CannotRun, HashFunctions, empty_out
-from ecoformer.backends.triton import causal
+from ecoformer.backends.fused import Call, HashFunctions, empty_out
+from ecoformer.backends.triton import causal, plans
 from ecoformer.backends.triton import forward as ahead
 from ecoformer.backends.triton import state as states
 from ecoformer.backends.triton.configs import (
@@ -25,14 +24,13 @@ from ecoformer.backends.triton.configs import (
     reduce,
     sizes_of,
 )
+from ecoformer.backends.triton.plans import Place, Plan, Shrink, Tensors, form
 
 HASH_PRECISION = "tf32x3"
 """How fp32 matrices are multiplied where codes hang on it: "tf32x3" (three products on tensor cores, about 22
 bits) or "ieee" (plain fp32 arithmetic)."""
 _CHEAP_TO_ADD = 16 << 20
 """Bytes of partial states that readers may load to add them up themselves: about the time of a launch."""
-
-Result = TypeVar("Result")
 
 
 # Triton's own `cdiv` is made for kernels and takes ten microseconds outside.
@@ -51,7 +49,9 @@ def _processors(device: torch.device) -> int:
 
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Launch on this device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 @lru_cache(maxsize=256)
@@ -61,34 +61,58 @@ def _constants(samples: int, dim: int, channels: int, bits: int) -> tuple[dict[s
     return reading, {"D": dim, "M": samples, "BD": padded(dim), "BM": padded(samples), **reading}
 
 
-class Launches:
-    """What all launches of one call share."""
+def tensors_of(call: Call) -> list[Tensor | None]:
+    """The eight tensors of a call, hash functions contiguous."""
+    if not isinstance(call.functions, HashFunctions):
+        raise TypeError("the Triton kernels take kernelised hash functions only")
+    return [call.q, call.k, call.v, call.mask, *(x.contiguous() for x in call.functions)]
 
-    def __init__(self, call: Call) -> None:
-        self.q, self.k, self.v, mask, functions, beta, self.causal, _ = call
-        if not isinstance(functions, HashFunctions):
-            raise TypeError("the Triton kernels take kernelised hash functions only")
-        v, self.beta = call.v, float(beta)
-        self.functions = [x.contiguous() for x in functions]
-        self.device = v.device
-        self.heads, self.bits = v.shape[1], functions.weight.shape[-1]
-        self.support = functions.support
+
+def key_of(call: Call) -> Hashable:
+    """All that the launches of a call hang on, but the addresses of its tensors."""
+    q, k, v, mask, functions, beta, in_order, _ = call
+    support: Tensor = functions[0]
+    return (
+        v.device,
+        form(q),
+        form(k),
+        form(v),
+        form(mask),
+        support.shape,
+        functions.weight.shape,
+        beta,
+        in_order,
+    )
+
+
+class Launches(Plan):
+    """What all launches of one call share; tensors are places here."""
+
+    def __init__(self, call: Call, tensors: Tensors) -> None:
+        super().__init__(call.v.device, tensors)
+        _, self.k, _, mask, *self.functions = self.places[:8]
+        self.q, v, support = (cast(Place, self.places[source]) for source in (0, 2, 4))
+        self.v, self.support = v, support
+        self.causal, self.beta = call.causal, float(call.beta)
+        self.heads, self.bits = v.shape[1], call.functions.weight.shape[-1]
         # A kernel that is compiled without mask never looks at this pointer.
-        self.mask: list[Any] = [v, 0, 0] if mask is None else [mask.view(torch.uint8), *mask.stride()]
+        self.mask: list[Any] = [v, 0, 0]
+        if mask is not None:
+            mask.dtype = torch.uint8
+            self.mask = [mask, *mask.strides]
         self.rows = v.shape[0] * v.shape[1]
         self.width = (self.bits + 1) * (v.shape[-1] + 1)
         self.exact = {"PIECES": 3 if v.dtype == torch.float32 else 2, "PRECISION": HASH_PRECISION}
         self.masked = {"MASKED": mask is not None}
-        whole = self.beta.is_integer() and beta >= 0 and self.bits + beta <= 256
+        whole = self.beta.is_integer() and self.beta >= 0 and self.bits + self.beta <= 256
         self.whole = {"WHOLE": whole}
-        self.reading, self.hashing = _constants(*self.support.shape[1:], v.shape[-1], self.bits)
-        self._sizes = sizes_of(self.q, v, self.support, self.bits)
+        self.reading, self.hashing = _constants(*support.shape[1:], v.shape[-1], self.bits)
 
-    def sizes(self, x: Tensor) -> Sizes:
+    def sizes(self, x: Place) -> Sizes:
         """Sizes with `x` as the tokens."""
-        return self._sizes if x is self.q else sizes_of(x, self.v, self.support, self.bits)
+        return sizes_of(x, self.v, self.support, self.bits)
 
-    def config(self, step: Step, x: Tensor) -> Config:
+    def config(self, step: Step, x: Place) -> Config:
         """The configuration of a step over the tokens `x`."""
         return choose(step, self.sizes(x), self.device)
 
@@ -103,82 +127,73 @@ class Launches:
         """Block size and launch options."""
         return {"BLOCK": config.block, "num_warps": config.warps, "num_stages": config.stages}
 
-    def fitting(self, step: Step, x: Tensor, launch: Callable[[Config], Result]) -> Result:
-        """Launch with the step's configuration, or a smaller one if the GPU has no room for it."""
-        config: Config | None = self.config(step, x)
-        while config is not None:
-            try:
-                return launch(config)
-            except OutOfResources:
-                config = reduce(step, self.sizes(x), config)
-        raise CannotRun("the GPU has too little shared memory for its kernels")
+    def smaller(self, step: Step, x: Place, config: Config) -> Shrink:
+        """What to do where a GPU has no room for a step over the tokens `x`."""
+        return partial(reduce, step, self.sizes(x), config)
 
-    def causal_options(self, x: Tensor) -> dict[str, int]:
-        """Block size and launch options in causal order."""
-        return self.options(causal_config(self.sizes(x)))
-
-    def room(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """An empty tensor on the call's device."""
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
-    def state_room(self, *lead: int) -> Tensor:
+    def state_room(self, *lead: int) -> Place:
         """Room for states."""
-        return self.room(*lead, self.bits + 1, self.v.shape[-1] + 1)
+        return self.room((*lead, self.bits + 1, self.v.shape[-1] + 1))
 
-    def code_room(self, x: Tensor) -> Tensor:
-        """Room for the codes of tokens."""
-        return self.room(*x.shape[:3], dtype=_code_dtype(self.bits))
-
-    def add_parts(
-        self, partial: Tensor, parts: int, out: Tensor, step: Step, x: Tensor
-    ) -> tuple[Tensor, int]:
+    def add_parts(self, partial: Place, parts: int, out: Place, step: Step, x: Place) -> tuple[Place, int]:
         """Partial states and their number; added up in `out` where the next step would do it too often."""
         readers = self.stretches(self.config(step, x), x.shape[2])[0]
         if parts == 1 or self.rows * readers * parts * self.width * 4 <= _CHEAP_TO_ADD:
             return partial, parts
-        grid = (self.rows * _ceiling(self.width, 64),)
-        states.add_parts[grid](partial, out, parts, self.width, ROWS=32, COLUMNS=64, num_warps=4)
+        programs = self.rows * _ceiling(self.width, 64)
+        self.launch(
+            states.add_parts, programs, nothing_smaller, partial, out, parts, self.width,
+            ROWS=32, COLUMNS=64, num_warps=4,
+        )  # fmt: skip
         return out, 1
 
-    def running_sums(self, entries: Tensor, blocks: int, reverse: bool) -> None:
+    def running_sums(self, entries: Place, blocks: int, reverse: bool) -> None:
         """Running sums over blocks, in place."""
-        grid = (self.rows * _ceiling(self.width, 64),)
-        states.running_sums[grid](
-            entries, blocks, self.width, REVERSE=reverse, ROWS=64, COLUMNS=64, num_warps=4
-        )
+        programs = self.rows * _ceiling(self.width, 64)
+        self.launch(
+            states.running_sums, programs, nothing_smaller, entries, blocks, self.width,
+            REVERSE=reverse, ROWS=64, COLUMNS=64, num_warps=4,
+        )  # fmt: skip
 
-    def room_for_backward(self) -> list[Tensor]:
-        """Room for what the backward wants: packed codes and states."""
-        lead = self.v.shape[:2]
-        if self.causal:
-            blocks = _ceiling(self.q.shape[2], causal_config(self.sizes(self.q)).block)
-            return [self.code_room(self.q), self.state_room(*lead, blocks + 1)]
-        codes = [self.code_room(x) for x in (self.q, self.k) if x is not None]
-        return [*codes, self.state_room(*lead)]
+
+def nothing_smaller() -> None:
+    """A launch that has one configuration only."""
+
+
+def _rooms(call: Call) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of what the backward wants: packed codes and states."""
+    q, k, v, _, functions, _, in_order, _ = call
+    bits = functions.weight.shape[-1]
+    state: tuple[int, ...] = (bits + 1, v.shape[-1] + 1)
+    if in_order:
+        sizes = sizes_of(q, v, functions[0], bits)
+        state = (_ceiling(q.shape[2], causal_config(sizes).block) + 1, *state)
+    codes = [(tuple(x.shape[:3]), _code_dtype(bits)) for x in (q, k) if x is not None]
+    return [*codes, ((*v.shape[:2], *state), torch.float32)]
 
 
 def kept(call: Call, /) -> list[Tensor]:
     """Room for what `forward` hands to the backward: packed codes and states."""
-    return Launches(call).room_for_backward()
+    return [torch.empty(shape, dtype=dtype, device=call.v.device) for shape, dtype in _rooms(call)]
 
 
-def forward(call: Call, /) -> tuple[Tensor, list[Tensor]]:
+def forward(call: Call, /, *, keep: bool = True) -> tuple[Tensor, list[Tensor]]:
     """The output, and codes and states for the backward."""
-    launches = _Forward(call)
+    out = empty_out(call.q, call.v)
+    tensors = [*tensors_of(call), out]
     with on(call.v.device):
-        launches.run()
-        return launches.out, launches.saved
+        _, saved = plans.run((keep, key_of(call)), lambda: _Forward(call, tensors, keep), tensors)
+    return out, saved
 
 
 class _Forward(Launches):
     """The launches of one forward."""
 
-    def __init__(self, call: Call) -> None:
-        super().__init__(call)
-        self.out, self.saved = empty_out(call.q, call.v), self.room_for_backward()
-
-    def run(self) -> None:
-        """Fill the output and what is kept."""
+    def __init__(self, call: Call, tensors: Tensors, keep: bool) -> None:
+        super().__init__(call, tensors)
+        self.out = cast(Place, self.places[8])
+        room = self.output if keep else self.room
+        self.saved = [room(shape, dtype) for shape, dtype in _rooms(call)]
         if self.causal:
             self._causal(*self.saved)
         elif self.k is None and self.config("gather", self.q).per_sm == 0:
@@ -186,67 +201,64 @@ class _Forward(Launches):
         else:
             self._two_passes()
 
-    def _attend(self, codes: Tensor, state: Tensor) -> None:
+    def _attend(self, codes: Place, state: Place) -> None:
         q, v, out = self.q, self.v, self.out
-
-        def launch(config: Config) -> None:
-            ahead.attend[(self.rows,)](
-                q, *q.stride(), v, *v.stride(), *self.mask, codes, state, out, *out.stride(),
-                *self.functions, q.shape[2], self.heads, self.beta,
-                **self.masked, **self.exact, **self.hashing, **self.options(config),
-            )  # fmt: skip
-
-        self.fitting("gather", q, launch)
+        config = self.config("gather", q)
+        self.launch(
+            ahead.attend, self.rows, self.smaller("gather", q, config),
+            q, *q.strides, v, *v.strides, *self.mask, codes, state, out, *out.strides,
+            *self.functions, q.shape[2], self.heads, self.beta,
+            **self.masked, **self.exact, **self.hashing, **self.options(config),
+        )  # fmt: skip
 
     def _two_passes(self) -> None:
         q, out, saved = self.q, self.out, self.saved
         partial, parts = self._gather(q if self.k is None else self.k, saved[-2], saved[-1])
         step: Step = "read" if self.k is None else "gather"
         partial, parts = self.add_parts(partial, parts, saved[-1], step, q)
-
-        def launch(config: Config) -> None:
-            stretches, span = self.stretches(config, q.shape[2])
-            grid = (self.rows * stretches,)
-            sizes = (q.shape[2], self.heads, parts, stretches, span, self.beta)
-            if self.k is None:
-                ahead.read[grid](
-                    saved[0], partial, saved[-1], out, *out.stride(), *sizes,
-                    **self.exact, **self.reading, **self.options(config),
-                )  # fmt: skip
-            else:
-                ahead.hash_and_read[grid](
-                    q, *q.stride(), saved[0], partial, saved[-1], out, *out.stride(), *self.functions, *sizes,
-                    **self.exact, **self.hashing, **self.options(config),
-                )  # fmt: skip
-
-        self.fitting(step, q, launch)
-
-    def _gather(self, x: Tensor, codes: Tensor, state: Tensor) -> tuple[Tensor, int]:
-        """Codes of the keys, and partial states of every head, and how many of these."""
-
-        def launch(config: Config) -> tuple[Tensor, int]:
-            parts, span = self.stretches(config, x.shape[2])
-            partial = state if parts == 1 else self.state_room(self.rows, parts)
-            ahead.gather[(self.rows * parts,)](
-                x, *x.stride(), self.v, *self.v.stride(), *self.mask, codes, partial, *self.functions,
-                x.shape[2], self.heads, parts, span,
-                **self.masked, **self.exact, **self.hashing, **self.options(config),
+        config = self.config(step, q)
+        stretches, span = self.stretches(config, q.shape[2])
+        grid, options = (self.rows * stretches, self.smaller(step, q, config)), self.options(config)
+        sizes = (q.shape[2], self.heads, parts, stretches, span, self.beta)
+        if self.k is None:
+            self.launch(
+                ahead.read, *grid,
+                saved[0], partial, saved[-1], out, *out.strides, *sizes,
+                **self.exact, **self.reading, **options,
             )  # fmt: skip
-            return partial, parts
+        else:
+            self.launch(
+                ahead.hash_and_read, *grid,
+                q, *q.strides, saved[0], partial, saved[-1], out, *out.strides, *self.functions, *sizes,
+                **self.exact, **self.hashing, **options,
+            )  # fmt: skip
 
-        return self.fitting("gather", x, launch)
+    def _gather(self, x: Place, codes: Place, state: Place) -> tuple[Place, int]:
+        """Codes of the keys, and partial states of every head, and how many of these."""
+        config = self.config("gather", x)
+        parts, span = self.stretches(config, x.shape[2])
+        partial = state if parts == 1 else self.state_room(self.rows, parts)
+        self.launch(
+            ahead.gather, self.rows * parts, self.smaller("gather", x, config),
+            x, *x.strides, self.v, *self.v.strides, *self.mask, codes, partial, *self.functions,
+            x.shape[2], self.heads, parts, span,
+            **self.masked, **self.exact, **self.hashing, **self.options(config),
+        )  # fmt: skip
+        return partial, parts
 
-    def _causal(self, codes: Tensor, running: Tensor) -> None:
+    def _causal(self, codes: Place, running: Place) -> None:
         q, v, out = self.q, self.v, self.out
-        n, blocks, options = q.shape[2], running.shape[2] - 1, self.causal_options(q)
-        grid = (self.rows * blocks,)
-        causal.causal_gather[grid](
-            q, *q.stride(), v, *v.stride(), *self.mask, codes, running, *self.functions,
+        n, blocks, options = q.shape[2], running.shape[2] - 1, self.options(causal_config(self.sizes(q)))
+        grid = (self.rows * blocks, nothing_smaller)
+        self.launch(
+            causal.causal_gather, *grid,
+            q, *q.strides, v, *v.strides, *self.mask, codes, running, *self.functions,
             n, self.heads, blocks, **self.masked, **self.exact, **self.hashing, **options,
         )  # fmt: skip
         self.running_sums(running, blocks, False)
-        causal.causal_read[grid](
-            v, *v.stride(), *self.mask, codes, running, out, *out.stride(),
+        self.launch(
+            causal.causal_read, *grid,
+            v, *v.strides, *self.mask, codes, running, out, *out.strides,
             n, self.heads, blocks, self.beta,
             **self.whole, **self.masked, **self.exact, **self.reading, **options,
         )  # fmt: skip

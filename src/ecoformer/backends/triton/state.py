@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from ecoformer.backends.triton.hashing import far
-from ecoformer.backends.triton.launching import Kernel
 
 
 @triton.jit
@@ -69,7 +68,6 @@ def load_reads(base, start, n, BLOCK: tl.constexpr):
     return inverse, tl.load(base + rows * 2 + 1, mask=start + rows < n, other=0.0)
 
 
-@Kernel
 @triton.jit
 def add_parts(parts_ptr, out, parts, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sum (groups, parts, width) over the parts, in a fixed order, to (groups, width)."""
@@ -85,7 +83,6 @@ def add_parts(parts_ptr, out, parts, width, ROWS: tl.constexpr, COLUMNS: tl.cons
     tl.store(out + group * width + columns, total, mask=columns < width)
 
 
-@Kernel
 @triton.jit
 def running_sums(states, steps, width, REVERSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Running sums along the middle axis of (groups, steps + 1, width), in place.
