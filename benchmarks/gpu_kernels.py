@@ -60,6 +60,9 @@ LIMITS = {
     "causal": 90, "tests": 420,
 }  # fmt: skip
 
+TIE = 1e-5
+"""How near to a tie rounding may decide: projections are of size one, fp32 is right to 1e-6 there."""
+
 Shape = tuple[int, int, int, int]
 Figures = dict[str, Any]
 
@@ -131,7 +134,16 @@ def in_fp64(functions: HashFunctions, causal: bool) -> Callable[[Tensor, Tensor]
     return lambda q, v: eager(q, v, functions, causal)
 
 
+def clear_of_ties(q: Tensor, functions: HashFunctions) -> Tensor:
+    """Tokens without those whose code or gradient hangs on the rounding of a projection near 0 or +-1."""
+    y = project(q.double(), functions).abs()
+    clear = ((y > TIE) & ((y - 1).abs() > TIE)).all(dim=-1)
+    first = clear.int().argmax(dim=-1)[..., None, None].expand(-1, -1, 1, q.shape[-1])
+    return torch.where(clear[..., None], q, q.gather(2, first))
+
+
 def check() -> Iterator[Figures]:
+    """Against fp64, as good as eager PyTorch; where rounding decides about a bit there is no truth."""
     cases = [
         ((3, 2, 500, 32), False),
         ((2, 5, 196, 64), False),
@@ -144,6 +156,7 @@ def check() -> Iterator[Figures]:
         wide = HashFunctions(*(x.double() for x in functions))
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             q, v, grad = draw(shape, dtype)
+            q = clear_of_ties(q, wide)
             calls = contestants(q, v, functions, causal, True)
             truth = with_gradients(in_fp64(wide, causal), q.double(), v.double(), grad)
             errors = {}

@@ -16,6 +16,8 @@ from ecoformer.backends.triton import causal
 from ecoformer.backends.triton.backward import attend_back, gather_grad, token_grad
 from ecoformer.backends.triton.configs import ONE_TILE, Sizes, causal_config, default, padded
 from ecoformer.backends.triton.forward import attend, gather, hash_and_read, read
+from ecoformer.backends.triton.hashing import COUNTS
+from ecoformer.backends.triton.state import add_parts, running_sums
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled")
 
@@ -81,3 +83,17 @@ def test_no_kernel_has_asynchronous_products(kernel, sizes, monkeypatch, tmp_pat
     code = compiled(kernel, config, *sizes)
     assert "wgmma" not in code
     assert re.search(r"mma\.sync\S*\.bf16\.bf16", code)
+
+
+@pytest.mark.parametrize(
+    "kernel", [*STEPS, *IN_ORDER, add_parts, running_sums], ids=lambda kernel: kernel.__name__
+)
+def test_nothing_is_compiled_anew_for_a_count(kernel):
+    """A length that is cut into another number of parts must not stop a user for seconds."""
+    counts = [parameter for parameter in kernel.params if parameter.name in COUNTS]
+    assert counts
+    assert all(parameter.do_not_specialize for parameter in counts)
+    numbers = {
+        name for name in kernel.arg_names if name.islower() and not name.endswith(("_b", "_h", "_n", "_c"))
+    }
+    assert numbers - {*COUNTS, *FLOATS, *HALVES, "codes", "beta", "parts_ptr"} <= {"n", "span", "width"}

@@ -482,6 +482,9 @@ def test_what_it_cannot_do(kernels, monkeypatch):
     assert "bits" in reason(functions=wide)
     assert reason(k=None, causal=True) is None
     assert "own value" in reason(k=None, own_value=True)
+    monkeypatch.setattr(kernels, "_LONGEST", 19)
+    assert reason() is None
+    assert "so many tokens" in kernels.cannot(call, needs_grad=True)
     monkeypatch.setattr(kernels, "VERSION", (3, 2))
     assert reason() == "it needs Triton 3.3"
 

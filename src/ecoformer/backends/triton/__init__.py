@@ -18,6 +18,8 @@ __all__ = ["backward", "cannot", "forward", "kept"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST, _MOST = 128, 64
+_LONGEST = 1 << 30
+"""Tokens whose places in what a backward keeps fit 32 bits."""
 
 
 def cannot(call: Call, *, needs_grad: bool) -> str | None:
@@ -38,6 +40,8 @@ def cannot(call: Call, *, needs_grad: bool) -> str | None:
         return f"it takes heads of at most {_WIDEST} channels"
     if max(functions.weight.shape[-2:]) > _MOST:
         return f"it takes at most {_MOST} bits and {_MOST} support samples"
+    if needs_grad and q.shape[2] > _LONGEST:
+        return "it has no gradient for so many tokens"
     return _no_device(v.device)
 
 

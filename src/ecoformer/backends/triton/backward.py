@@ -13,6 +13,7 @@ import triton.language as tl
 
 from ecoformer.backends.triton.hashing import (
     dot,
+    launched,
     load_codes,
     load_functions,
     load_keys,
@@ -146,7 +147,7 @@ def token_grad_tiles(
         tl.store(to_weight + sample * BITS + bit, to_mix, mask=(sample < M) & (bit < BITS))
 
 
-@triton.jit
+@launched
 def gather_grad(
     grad, grad_b, grad_h, grad_n, grad_c, codes, reads, state, partial, n, heads, parts, span, beta,
     PIECES: tl.constexpr, PRECISION: tl.constexpr,
@@ -168,7 +169,7 @@ def gather_grad(
     store_state(partial, to_sums, to_ones, to_total, 0.0, BITS, E, BB, BE)
 
 
-@triton.jit
+@launched
 def token_grad(
     grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c,
     mask, mask_b, mask_n, codes, reads, state, partial, to_x, to_v, to_weight, support, mean, sigma, weight,
@@ -199,7 +200,7 @@ def token_grad(
     )  # fmt: skip
 
 
-@triton.jit
+@launched
 def attend_back(
     grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c,
     mask, mask_b, mask_n, codes, reads, state, to_x, to_v, to_weight, support, mean, sigma, weight,

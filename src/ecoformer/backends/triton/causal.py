@@ -14,6 +14,7 @@ from ecoformer.backends.triton.forward import gather_tiles
 from ecoformer.backends.triton.hashing import (
     dot,
     grad_product,
+    launched,
     load_codes,
     load_functions,
     load_keys,
@@ -26,7 +27,7 @@ from ecoformer.backends.triton.hashing import (
 from ecoformer.backends.triton.state import load_reads, load_state, store_reads, store_state
 
 
-@triton.jit
+@launched
 def causal_gather(
     x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n, codes, states,
     support, mean, sigma, weight, n, heads, blocks,
@@ -77,7 +78,7 @@ def causal_tops(
     return above, tl.where(seen == 0, 0.0, 1.0 / tl.where(seen == 0, 1.0, below))
 
 
-@triton.jit
+@launched
 def causal_read(
     v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n, codes, states, out, out_b, out_h, out_n, out_c,
     n, heads, blocks, beta,
@@ -107,7 +108,7 @@ def causal_read(
     store_tile(out + batch * out_b + head * out_h, tile, first, n, out_n, out_c, E, BE, BLOCK)
 
 
-@triton.jit
+@launched
 def causal_gather_grad(
     grad, grad_b, grad_h, grad_n, grad_c, v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n,
     codes, states, partial, reads, n, heads, blocks, beta,
@@ -139,7 +140,7 @@ def causal_gather_grad(
     store_state(partial + place, to_sums, to_ones, beta * tl.sum(a, axis=0), 0.0, BITS, E, BB, BE)
 
 
-@triton.jit
+@launched
 def causal_token_grad(
     grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c,
     mask, mask_b, mask_n, codes, states, partial, reads, to_x, to_v, to_weight,

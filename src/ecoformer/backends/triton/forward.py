@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ecoformer.backends.triton.hashing import (
+    launched,
     load_functions,
     load_keys,
     load_packed,
@@ -84,7 +85,7 @@ def read_tiles(
         store_tile(out, tile, start, n, out_n, out_c, E, BE, BLOCK)
 
 
-@triton.jit
+@launched
 def gather(
     x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n, codes, partial,
     support, mean, sigma, weight, n, heads, parts, span,
@@ -107,7 +108,7 @@ def gather(
     store_state(partial, sums, ones, total, count, BITS, E, BB, BE)
 
 
-@triton.jit
+@launched
 def read(
     codes, partial, state, out, out_b, out_h, out_n, out_c, n, heads, state_parts, parts, span, beta,
     PIECES: tl.constexpr, PRECISION: tl.constexpr,
@@ -129,7 +130,7 @@ def read(
     )  # fmt: skip
 
 
-@triton.jit
+@launched
 def hash_and_read(
     x, x_b, x_h, x_n, x_c, codes, partial, state, out, out_b, out_h, out_n, out_c,
     support, mean, sigma, weight, n, heads, state_parts, parts, span, beta,
@@ -161,7 +162,7 @@ def hash_and_read(
         store_tile(out, tile, start, n, out_n, out_c, E, BE, BLOCK)
 
 
-@triton.jit
+@launched
 def attend(
     x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n, codes, state,
     out, out_b, out_h, out_n, out_c, support, mean, sigma, weight, n, heads, beta,

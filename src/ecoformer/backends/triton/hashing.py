@@ -10,6 +10,7 @@ code; BD, BE, BM, BB are the same rounded up to powers of two of at least 16; BL
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import triton
 import triton.language as tl
@@ -19,6 +20,10 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 NARROWEST = tl.constexpr(8 if VERSION >= (3, 5) else 16)
 """Columns that a product must have."""
 LOG2E = tl.constexpr(1.4426950408889634)
+COUNTS = ("heads", "parts", "state_parts", "grad_parts", "blocks", "steps")
+launched = partial(triton.jit, do_not_specialize=COUNTS)
+"""What is launched. Triton would compile anew for a count that is one or that 16 divides: for a sequence that
+is cut into fewer parts than the last one, seconds for nothing."""
 
 
 @triton.jit
