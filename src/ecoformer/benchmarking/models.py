@@ -295,21 +295,21 @@ def _work(contestant: Contestant, load: Load, forward: Forward) -> Callable[[], 
 def _checked_as_timed(row: Row, contestant: Contestant, load: Load, inputs: Tensor, forward: Forward) -> Row:
     """The row with a second check, of what is about to be timed, where a plain run finds the room."""
 
-    def plain(samples: Tensor) -> Tensor:
+    def plain(samples: Tensor, dtype: torch.dtype | None = load.amp) -> Tensor:
         backend = nullcontext() if contestant.forced is None else forced("eager")
-        with backend, _autocast(samples.device, load.amp):
+        with backend, _autocast(samples.device, dtype):
             out: Tensor = contestant.model(samples)
             return out
 
-    half = load.amp is not None
     if load.train:
+        precise = None if load.amp is None else lambda: plain(inputs, None)
         try:
-            check = check_training(forward, lambda: plain(inputs), contestant.model, half)
+            check = check_training(forward, lambda: plain(inputs), contestant.model, precise)
         except torch.OutOfMemoryError:
             contestant.model.zero_grad(set_to_none=True)
             check = None
     else:
-        check = check_inference(forward, lambda: plain(inputs[:1]), half)
+        check = check_inference(forward, lambda: plain(inputs[:1]), load.amp is not None)
     return row if check is None else with_check(replace(row, as_timed=check), check)
 
 
