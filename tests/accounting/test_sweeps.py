@@ -70,7 +70,7 @@ def test_bits_of_an_input_that_is_given():
 def test_rows():
     points = sweep(pvt, "resolution", [64], mechanisms=[None, "eco"])
     rows = [point.to_dict() for point in points]
-    assert rows[0]["attention"] == "as it is"
+    assert rows[0]["attention"] == "native"
     assert rows[1] | {"resolution": 64, "attention": "eco", "uncounted": 0} == rows[1]
     assert 0 < rows[1]["attention_share"] < 1
     assert list(rows[0])[:4] == ["resolution", "attention", "mul", "add"]

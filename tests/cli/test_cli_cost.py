@@ -56,8 +56,8 @@ def test_sweeps(run):
     lines = run("cost", "pvt_v2_b0", "--sweep", "resolution=64,96", "--csv")[1].splitlines()
     assert [line.split(",")[:2] for line in lines] == [
         ["resolution", "attention"],
-        ["64", "as it is"],
-        ["96", "as it is"],
+        ["64", "native"],
+        ["96", "native"],
     ]
 
 
@@ -82,7 +82,7 @@ def test_tokens_of_a_text_model(run, tmp_path):
         (("cost", "pvt_v2_bo"), "did you mean pvt_v2_b"),
         (("cost", "pvt_v2_b0", "--json", "--csv"), "--json and --csv exclude each other"),
         (("cost", "pvt_v2_b0", "--resolution", "64", "--tokens", "8"), "exclude each other"),
-        (("cost", "pvt_v2_b0", "--compare", ","), "--compare takes names of mechanisms"),
+        (("cost", "pvt_v2_b0", "--compare", ","), "--compare takes names between commas"),
         (("cost", "pvt_v2_b0", "--attention", "eco", "--set", "bits"), "--set takes KEY=VALUE"),
         (("cost", "pvt_v2_b0", "--attention", "softmax", "--set", "bits=8"), "no setting of softmax"),
         (
@@ -127,5 +127,5 @@ def test_simulated(run):
 
 def test_what_is_not_counted_is_named_below_the_table(run):
     out = run("cost", "swin_tiny_patch4_window7_224", "--sweep", "resolution=224")[1]
-    assert "not counted (as it is): layers.0.blocks.0.attn (WindowAttention), " in out
+    assert "not counted (native): layers.0.blocks.0.attn (WindowAttention), " in out
     assert "not counted" not in run("cost", "pvt_v2_b0", "--compare", "eco", "--resolution", "64")[1]

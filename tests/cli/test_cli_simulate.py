@@ -64,6 +64,13 @@ def test_models_side_by_side(cli, facts):
     assert "in no figure: normalisation, activations, softmax" in out
 
 
+def test_a_model_as_it_is_beside_others(facts):
+    found = facts("model", "pvt_v2_b0", "--compare", "native,eco", "--resolution", "64")
+    assert list(found) == ["native", "eco"]
+    alone = facts("model", "pvt_v2_b0", "--resolution", "64")
+    assert {"attention": "native"} | found["native"] == alone
+
+
 def test_a_model_its_parts_and_what_is_left_out(cli):
     status, out, _ = cli("model", "pvt_v2_b0", "--attention", "eco", "--resolution", "64", "--batch", "2")
     assert status == 0
@@ -71,7 +78,7 @@ def test_a_model_its_parts_and_what_is_left_out(cli):
     assert "in no figure: normalisation" in out
     assert "not counted" not in out
     _, out, _ = cli("model", "swin_tiny_patch4_window7_224")
-    assert "not counted (As it is): layers.0.blocks.0.attn (WindowAttention), " in out
+    assert "not counted (Native): layers.0.blocks.0.attn (WindowAttention), " in out
 
 
 def test_precisions_and_batches_of_a_model(facts):

@@ -15,6 +15,8 @@ from ecoformer.attention import list_attentions
 from ecoformer.attention.registry import no_setting, settings_of
 from ecoformer.conversion import convert
 
+NATIVE = "native"
+"""A model as it is, as recipes call it."""
 INPUTS = ("resolution", "tokens")
 """Parameters of the input; all others are settings of a mechanism."""
 SYNONYMS = {"m": "support"}
@@ -35,7 +37,7 @@ class Point:
 
     def to_dict(self) -> dict[str, Any]:
         """One flat row: value, mechanism, and the ledger's summary."""
-        where = {self.parameter: self.value, "attention": self.mechanism or "as it is"}
+        where = {self.parameter: self.value, "attention": self.mechanism or NATIVE}
         return where | self.ledger.summary()
 
 

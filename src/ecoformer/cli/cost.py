@@ -19,14 +19,12 @@ from torch import nn
 
 from ecoformer.accounting import Ledger, Point, sweep
 from ecoformer.accounting import cost as cost_of
-from ecoformer.accounting.sweeps import INPUTS
+from ecoformer.accounting.sweeps import INPUTS, NATIVE
 from ecoformer.cli.console import plain_console
-from ecoformer.cli.settings import parse_settings, parse_sweep, settings_for
+from ecoformer.cli.settings import mechanisms_in, parse_settings, parse_sweep, settings_for
 from ecoformer.cli.sources import open_model
 from ecoformer.conversion import convert
 
-NATIVE = "native"
-"""A model as it is, as recipes call it."""
 _DIVISORS = {"10⁹": 1e9, "10⁶": 1e6}
 
 
@@ -79,7 +77,7 @@ def cost(
     swept = None if along is None else parse_sweep(along)
     over_inputs = along if swept is not None and swept[0] in INPUTS else None
     _exclude(("--resolution", resolution), ("--tokens", tokens), (f"--sweep {over_inputs}", over_inputs))
-    names: list[str | None] = [attention] if compare is None else _names(compare)
+    names = mechanisms_in(attention, compare)
     chosen = settings_for(names, parse_settings(settings or []))
     example: Any = torch.zeros(1, 3, resolution or 224, resolution or 224)
     if tokens is not None:
@@ -139,13 +137,6 @@ def _open(model: str, size: int | None) -> nn.Module:
         return open_model(model, image_size=size).model
 
 
-def _names(compare: str) -> list[str | None]:
-    names = [name.strip() for name in compare.split(",") if name.strip()]
-    if not names:
-        raise ValueError(f"--compare takes names of mechanisms, such as softmax,eco, got {compare!r}")
-    return [None if name == NATIVE else name for name in names]
-
-
 def _exclude(*options: tuple[str, Any]) -> None:
     given = [name for name, value in options if value]
     if len(given) > 1:
@@ -189,9 +180,9 @@ def _print_points(points: list[Point], as_json: bool, as_csv: bool) -> None:
         for before, point in zip([None, *points], points, strict=False):
             if before is not None and before.mechanism != point.mechanism:
                 table.add_section()
-            table.add_row(point.mechanism or "as it is", str(point.value), *_figures(point.ledger, unit))
+            table.add_row(point.mechanism or NATIVE, str(point.value), *_figures(point.ledger, unit))
         plain_console().print(table)
-        _print_notes({point.mechanism or "as it is": point.ledger for point in points})
+        _print_notes({point.mechanism or NATIVE: point.ledger for point in points})
 
 
 def _print_notes(ledgers: dict[str, Ledger]) -> None:

@@ -11,7 +11,8 @@ import typer
 from ecoformer.accounting import cost
 from ecoformer.accounting.sweeps import sweep as swept_costs
 from ecoformer.bitfusion import attention_layer, printed_table, printed_work, simulate_all, simulate_model
-from ecoformer.cli.simulated import built_model, names_in, swept
+from ecoformer.cli.settings import names_in
+from ecoformer.cli.simulated import built_model, swept
 from ecoformer.report.figures import accuracy_figure, bitfusion_figure, shares_figure, sweep_figure
 from ecoformer.report.rows import accuracy_rows, file_rows, printed_rows
 from ecoformer.report.style import check_target, readable, save

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable
 from typing import Any
 
-from ecoformer.accounting.sweeps import SYNONYMS
+from ecoformer.accounting.sweeps import NATIVE, SYNONYMS
 from ecoformer.attention.registry import no_setting, settings_of
 
 
@@ -38,6 +38,23 @@ def settings_for(mechanisms: list[str | None], given: dict[str, Any]) -> list[di
             taken = f"{key!r} is no setting of a model that is taken as it is"
             raise ValueError(f"--set: {no_setting(key, named) if named else taken}")
     return [{key: value for key, value in given.items() if key in names} for names in known]
+
+
+def names_in(text: str | None, option: str) -> list[str]:
+    """Names between commas; none where the option was not given."""
+    if text is None:
+        return []
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ValueError(f"{option} takes names between commas, such as softmax,eco, got {text!r}")
+    return names
+
+
+def mechanisms_in(attention: str | None, compare: str | None) -> list[str | None]:
+    """Of `--compare`, or else of `--attention`; None is the model as it is."""
+    if compare is None:
+        return [attention]
+    return [None if name == NATIVE else name for name in names_in(compare, "--compare")]
 
 
 def _value(text: str) -> Any:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ecoformer.accounting.sweeps import NATIVE
 from ecoformer.bitfusion import (
     PAPER_ARRAY,
     BitFusion,
@@ -20,11 +21,11 @@ from ecoformer.bitfusion import (
 )
 from ecoformer.bitfusion import simulate as simulate_op
 from ecoformer.bitfusion.model import simulate_model
+from ecoformer.cli.settings import mechanisms_in, names_in
 from ecoformer.cli.simulated import (
     Run,
     built_model,
     draw,
-    names_in,
     show,
     show_model,
     show_table,
@@ -151,7 +152,10 @@ def model(
     attention: Annotated[
         str | None, typer.Option(help="Convert it first; without, the model is taken as it is.")
     ] = None,
-    compare: Compare = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(help="Mechanisms side by side: `softmax,eco`; `native` is the model as it is."),
+    ] = None,
     resolution: Annotated[int, typer.Option(help="Height and width of the image.", min=1)] = 224,
     tokens: Annotated[int | None, typer.Option(help="Tokens of the text, for text models.", min=1)] = None,
     batch: Annotated[int, typer.Option(help="Samples.", min=1)] = 1,
@@ -174,12 +178,11 @@ def model(
     size = {"resolution": resolution} if tokens is None else {"tokens": tokens}
     if sweep is not None and sweep.partition("=")[0].strip() == "tokens" and tokens is None:
         size = {"tokens": 1}
-    mechanisms: list[str | None] = [*names_in(compare, "--compare")] or [attention]
-    for mechanism in mechanisms:
+    for mechanism in mechanisms_in(attention, compare):
         for about, sizes in swept(sweep, {**size, "batch": batch}):
             built, example = built_model(name, mechanism, **sizes)
             result = simulate_model(built, example, bits=widths, code_bits=code_bits, array=chosen)
-            named = {"attention": mechanism or "as it is"} | about
+            named = {"attention": mechanism or NATIVE} | about
             runs.append(Run(named, result.total, result.to_dict()))
     draw(runs, figure)
     if len(runs) == 1 and compare is None and sweep is None and not as_json:

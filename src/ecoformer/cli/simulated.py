@@ -43,16 +43,6 @@ class Run:
         return ", ".join(words)
 
 
-def names_in(text: str | None, option: str) -> list[str]:
-    """Names between commas; none where the option was not given."""
-    if text is None:
-        return []
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise ValueError(f"{option} takes names between commas, such as softmax,eco, got {text!r}")
-    return names
-
-
 def swept(text: str | None, sizes: dict[str, int]) -> list[tuple[dict[str, Any], dict[str, int]]]:
     """`tokens=196,784` as what changes, and all sizes with it; the sizes alone where nothing is swept."""
     if text is None:
