@@ -234,11 +234,11 @@ def simulated(monkeypatch):
     """Times as formulas: SDPA takes N² and eco a multiple of N, with an offset."""
     asked = []
 
-    def use(meeting, backend="eager"):
+    def use(meeting, backend="eager", slow=()):
         def fake(settings, mechanisms, **kwargs):
             n = settings[0].shape[2]
             asked.append(n)
-            times = {"softmax": n * n, "eco": n * meeting}
+            times = {"softmax": n * n, "eco": n * meeting + (1e6 if n in slow else 0)}
             rows = [Row(m, backend, {}, timing=Timing(t, t, t, 1)) for m, t in times.items()]
             return Run("", 1, with_ratios(rows))
 
@@ -262,12 +262,28 @@ def test_crossover_at_the_ends(simulated):
     simulated(2)
     found = crossover.find_crossover(SMALL)
     assert (found.tokens, found.slower_at) == (16, None)
-    assert "the shortest tried" in str(found)
+    assert str(found) == "eco (eager) is faster than SDPA at every length tried, N = 16 to 16"
     asked = simulated(1e9)
     found = crossover.find_crossover(SMALL, longest=100)
     assert found.tokens is None
     assert max(asked) == 100
     assert str(found) == "eco does not overtake SDPA up to N = 100"
+
+
+def test_crossover_of_what_wins_and_loses_again(simulated):
+    """As where another kernel takes over from some length on."""
+    simulated(15, slow=(32,))
+    found = crossover.find_crossover(SMALL)
+    assert found.ratios[16] > 1
+    assert 32 <= found.slower_at < found.tokens <= 64
+    simulated(15)
+    assert crossover.find_crossover(SMALL).tokens == 16
+
+
+def test_crossover_just_before_the_end(simulated):
+    simulated(90)
+    found = crossover.find_crossover(SMALL, longest=100)
+    assert found.slower_at <= 90 < found.tokens <= 100
 
 
 def test_crossover_of_wrong_results(monkeypatch):

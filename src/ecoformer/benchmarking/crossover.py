@@ -13,6 +13,8 @@ from ecoformer.benchmarking.results import Row
 SHORTEST, LONGEST = 16, 1 << 16
 _CLOSE = 1.1
 """Lengths this close to each other are as close as noise lets one come."""
+_CLEARLY = 2.0
+"""How many times as fast eco must be before no longer length is tried: it may win, lose again and win."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,8 @@ class Crossover:
     """Where hashed attention overtakes SDPA.
 
     Attributes:
-        tokens: the shortest length at which it was seen to be faster; None if it never was.
-        slower_at: the longest length below at which it was not; None if it was faster from the start.
+        tokens: the length from which on it was seen to be faster; None if it was not at the longest.
+        slower_at: the longest length at which it was not; None if it was faster from the start.
         backend: the backend that was faster.
         ratios: speed against SDPA at every length that was tried.
     """
@@ -39,7 +41,10 @@ class Crossover:
         if self.tokens is None:
             return f"eco does not overtake SDPA up to N = {max(self.ratios):,}"
         if self.slower_at is None:
-            return f"eco ({self.backend}) is faster than SDPA from N = {self.tokens:,} on, the shortest tried"
+            return (
+                f"eco ({self.backend}) is faster than SDPA at every length tried, "
+                f"N = {self.tokens:,} to {max(self.ratios):,}"
+            )
         return (
             f"eco ({self.backend}) overtakes SDPA between N = {self.slower_at:,} and {self.tokens:,} "
             f"({self.ratios[self.slower_at]:.2f} and {self.ratios[self.tokens]:.2f} times as fast)"
@@ -53,7 +58,9 @@ def find_crossover(
     seconds: float = 0.2,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Crossover:
-    """Double the length until eco is faster, then halve the gap; each length is a run of its own.
+    """Double the length until eco is clearly faster, then halve the gap below which it was not.
+
+    Each length is a run of its own.
 
     Args:
         setting: batch, heads, channels and the rest; its number of tokens plays no part.
@@ -72,11 +79,17 @@ def find_crossover(
             backend = best.backend
         return ratios[tokens] > 1
 
-    low, high = None, min(SHORTEST, longest)
-    while not faster(high):
-        if high >= longest:
-            return Crossover(None, high, None, dict(sorted(ratios.items())))
-        low, high = high, min(2 * high, longest)
+    low, high, tokens = None, None, min(SHORTEST, longest)
+    while True:
+        if not faster(tokens):
+            low, high = tokens, None
+        elif high is None:
+            high = tokens
+        if tokens >= longest or ratios[tokens] >= _CLEARLY:
+            break
+        tokens = min(2 * tokens, longest)
+    if high is None:
+        return Crossover(None, low, None, dict(sorted(ratios.items())))
     while low is not None and high - low > 1 and high / low > _CLOSE:
         middle = (low + high) // 2
         low, high = (low, middle) if faster(middle) else (middle, high)
