@@ -138,8 +138,11 @@ def clear_of_ties(q: Tensor, functions: HashFunctions) -> Tensor:
     """Tokens without those whose code or gradient hangs on the rounding of a projection near 0 or +-1."""
     y = project(q.double(), functions).abs()
     clear = ((y > TIE) & ((y - 1).abs() > TIE)).all(dim=-1)
+    if not bool(clear.any(dim=-1).all()):
+        raise RuntimeError("a head has no token that is clear of ties")
     first = clear.int().argmax(dim=-1)[..., None, None].expand(-1, -1, 1, q.shape[-1])
-    return torch.where(clear[..., None], q, q.gather(2, first))
+    # Into a copy that lies in memory as q does.
+    return q.clone().copy_(torch.where(clear[..., None], q, q.gather(2, first)))
 
 
 def check() -> Iterator[Figures]:
@@ -229,7 +232,7 @@ def tune() -> Iterator[Figures]:
 
 
 def precision() -> Iterator[Figures]:
-    from ecoformer.backends.triton import launch, plans
+    from ecoformer.backends.triton import launch
 
     shape = SHAPES[0]
     functions = draw_functions(shape[1], shape[3])
@@ -239,7 +242,6 @@ def precision() -> Iterator[Figures]:
         bits = torch.arange(BITS, device="cuda")
         for kind in ("tf32x3", "ieee"):
             launch.HASH_PRECISION = kind
-            plans.forget()
 
             def call(q: Tensor = q, v: Tensor = v) -> list[Tensor]:
                 return launch.forward(fused.Call(q, None, v, None, functions, BETA, False))[1]

@@ -127,7 +127,7 @@ def _regular(call: fused.Call) -> bool:
     keys = q if k is None else k
     if not q.ndim == keys.ndim == v.ndim == 4 or not (q.numel() and v.numel() and keys.numel()):
         return False
-    weight, device = functions.weight, q.device
+    weight, device = functions.weight, v.device
     dim = functions.support.shape[2] if isinstance(functions, HashFunctions) else weight.shape[1]
     batch, heads, tokens, _ = v.shape
     if keys.shape != (batch, heads, tokens, dim) or heads != weight.shape[0] or weight.shape[2] > 64:
@@ -138,12 +138,10 @@ def _regular(call: fused.Call) -> bool:
         return False
     if mask is not None and (mask.dtype, mask.shape, mask.device) != (torch.bool, (batch, tokens), device):
         return False
-    if (
-        weight.dtype != torch.float32
-        or weight.device != device
-        or v.device != device
-        or keys.device != device
-    ):
+    if q.device != device or keys.device != device:
+        return False
+    # Kernels get addresses and take fp32 for granted.
+    if any(x.dtype != torch.float32 or x.device != device for x in functions):
         return False
     return q.dtype in _FUSED_DTYPES and v.dtype in _FUSED_DTYPES and keys.dtype in _FUSED_DTYPES
 

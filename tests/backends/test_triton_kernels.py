@@ -309,6 +309,48 @@ def test_what_was_worked_out_for_other_tensors_serves(kernels, case):
         assert not nothing
 
 
+def rearranged(x):
+    """The same numbers with channels apart from each other in memory."""
+    return x.mT.contiguous().mT
+
+
+CHANGES = {
+    "beta": lambda call, grad: (call._replace(beta=call.beta + 16), grad),
+    "strides of q": lambda call, grad: (call._replace(q=rearranged(call.q)), grad),
+    "strides of v": lambda call, grad: (call._replace(v=rearranged(call.v)), grad),
+    "strides of the mask": lambda call, grad: (call._replace(mask=call.mask.clone().contiguous()), grad),
+    "no mask": lambda call, grad: (call._replace(mask=None), grad),
+    "strides of the gradient": lambda call, grad: (call, rearranged(grad)),
+    "one gradient for all": lambda call, grad: (call, torch.ones((), device=DEVICE).expand(grad.shape)),
+    "dtype of the gradient": lambda call, grad: (call, grad.half()),
+    "dtype of v": lambda call, grad: (call._replace(v=call.v.half()), grad),
+    "dtype of q": lambda call, grad: (call._replace(q=call.q.half()), grad),
+    "causal": lambda call, grad: (call._replace(causal=True), grad),
+    "keys": lambda call, grad: (call._replace(k=call.q.flip(2)), grad),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_plan_is_not_taken_for_what_differs(kernels, what):
+    """One thing changes at the same shapes, after a call whose launches are kept."""
+    call = make(Case(40, heads=1, masked=True))
+    grad = torch.randn(2, 1, 40, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    by_kernels(kernels, call, grad)
+    call, grad = CHANGES[what](call, grad)
+    bound = 1e-3 if torch.float16 in (call.q.dtype, call.v.dtype) else 4e-6
+    for x, true in zip(by_kernels(kernels, call, grad), by_autograd(call, grad, torch.float64), strict=True):
+        assert error(x, true) < bound
+
+
+def test_precision_of_the_hash_functions_may_change(kernels, monkeypatch):
+    from ecoformer.backends.triton import launch
+
+    call = make(Case(40, heads=1))
+    before = launch.key_of(call)
+    monkeypatch.setattr(launch, "HASH_PRECISION", "ieee")
+    assert launch.key_of(call) != before
+
+
 def test_codes_and_sums_of_whole_numbers_are_exact(kernels):
     call = make(Case(200, bits=16))
     values = torch.randint(-1000, 1001, call.v.shape, device=DEVICE).float()

@@ -65,8 +65,21 @@ class Example(Plan):
         self.room((3,), torch.int16)
         between, out = self.room((5, 2)), self.output((4,), torch.float16)
         self.launch(
-            function, 3, shrink, place, *place.stride(), 0.5, between, out, BLOCK=64, WIDTH=32, num_warps=4
+            function, 3, shrink, place, *place.strides, 0.5, between, out, BLOCK=64, WIDTH=32, num_warps=4
         )
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """All memory that was asked for, in order."""
+    seen, empty = [], torch.empty
+
+    def spy(*arguments, **named):
+        seen.append(empty(*arguments, **named))
+        return seen[-1]
+
+    monkeypatch.setattr(plans.torch, "empty", spy)
+    return seen
 
 
 def run(function, x, **options):
@@ -93,14 +106,32 @@ def test_outputs_are_new_each_time(function):
     assert (second.shape, second.dtype) == ((4,), torch.float16)
 
 
-def test_memory_for_the_time_of_the_call(function):
+def test_memory_for_the_time_of_the_call(function, made):
     """It is aligned, of the right dtype, and apart from what else lies there."""
-    run(function, torch.zeros(64))
+    x = torch.zeros(64)
+    run(function, x)
     between = function.log[0][2][3]
     assert between.dtype == torch.float32
     assert between.numel() >= 10
-    assert between.data_ptr() % 16 == 0
-    assert between.storage_offset() * 4 >= 6
+    assert between.data_ptr() == made[-1].data_ptr() + 256
+    run(function, x)
+    assert function.log[1][2][3] == made[-1].data_ptr() + 256
+
+
+def test_a_launch_leaves_the_plan_as_it_was(function):
+    """Threads share it."""
+    x = torch.zeros(64)
+    plan = plans.run("key", lambda: Example(function, x), [None, x])[0]
+    before = [list(ready.arguments) for ready in plan._ready[True, True, True, True]]
+    plans.run("key", lambda: None, [None, x])
+    assert [ready.arguments for ready in plan._ready[True, True, True, True]] == before
+    assert isinstance(before[0][0], plans.Place)
+
+
+def test_addresses_that_16_does_not_divide_share_code(function):
+    for offset in (4, 8, 12):
+        run(function, torch.zeros(80)[offset // 4 :][:64])
+    assert [how for how, *_ in function.log] == ["binder", "direct", "direct"]
 
 
 @pytest.mark.parametrize(

@@ -191,15 +191,15 @@ def _forward(name: str, call: Call, keep: bool) -> tuple[Tensor, list[Tensor]]:
             return module.forward(call, keep=keep)
         except CannotRun as error:
             reason = _broken[name] = str(error)
-    return _instead(name, call, reason)
+    return _instead(name, call, keep, reason)
 
 
-def _instead(name: str, call: Call, reason: str) -> tuple[Tensor, list[Tensor]]:
+def _instead(name: str, call: Call, keep: bool, reason: str) -> tuple[Tensor, list[Tensor]]:
     """By eager, with room for what the backend would have kept."""
     warn_once(name, reason)
     out = empty_out(call.q, call.v)
     out.copy_(plain(call))
-    return out, _kept(name, call)
+    return out, _kept(name, call) if keep else []
 
 
 def _kept(name: str, call: Call) -> list[Tensor]:
@@ -219,7 +219,7 @@ def eco_attention(*arguments: Any) -> tuple[Tensor, list[Tensor]]:
     module, call = load(backend), Call.of(*flat)
     # Compiled code has its answer from the time when it was compiled.
     reason = None if isinstance(module, str) else module.cannot(call, needs_grad=False)
-    return _forward(backend, call, keep=True) if reason is None else _instead(backend, call, reason)
+    return _forward(backend, call, keep=True) if reason is None else _instead(backend, call, True, reason)
 
 
 @eco_attention.register_fake
@@ -270,7 +270,13 @@ class _Quick(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, grad: Tensor) -> Any:
         """As the operator's."""
-        return tuple(_gradients(ctx, grad, _backward_by))
+        try:
+            return tuple(_gradients(ctx, grad, _backward_by))
+        except CannotRun as error:
+            # From now on `_gradients` takes eager's.
+            _broken[ctx.backend] = str(error)
+            warn_once(ctx.backend, str(error))
+            return tuple(_gradients(ctx, grad, _backward_by))
 
 
 def _backward_by(*arguments: Any) -> Grads:

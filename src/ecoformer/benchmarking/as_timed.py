@@ -14,11 +14,11 @@ _OUTPUTS = {False: 1e-2, True: 1e-1}
 """Largest relative error of outputs, in fp32 and in half precision: codes that hang on rounding are in it."""
 _GRADIENTS = {False: 5e-2, True: 2.5e-1}
 """The same of a parameter's gradient, where rounding also decides where the sign's stand-in is flat."""
-_LEAST = 1e-2
+_LEAST = 1e-3
 """Gradients smaller than this share of all are judged as if they had this size."""
 _NOISE, _ROUNDING = 4.0, 2.0
-"""How often what two plain runs differ by is no error, as SDPA's backward adds in another order every time;
-and how often what one is off by itself, as an N x N matrix in half precision has hardly more than that."""
+"""How often what two plain runs differ by is no error: SDPA's backward adds in another order every time. And
+how often what half precision takes from a plain run: of an N x N matrix that is most of a gradient."""
 
 Forward = Callable[[], Tensor]
 
@@ -49,7 +49,10 @@ def check_training(
     found, truth, repeated = (_gradients(forward, model) for forward in (timed, plain, plain))
     allowed = _NOISE * _distances(repeated, truth)
     if precise is not None:
-        allowed += _ROUNDING * _distances(_gradients(precise, model), truth)
+        try:
+            allowed += _ROUNDING * _distances(_gradients(precise, model), truth)
+        except torch.OutOfMemoryError:  # the check is the stricter one then
+            model.zero_grad(set_to_none=True)
     return Check(_worst(found, truth, allowed), _GRADIENTS[half], "gradients of a plain run")
 
 

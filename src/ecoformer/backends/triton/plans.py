@@ -42,10 +42,6 @@ class Place:
     ) -> None:
         self.source, self.shape, self.strides, self.dtype, self.offset = source, shape, strides, dtype, offset
 
-    def stride(self) -> tuple[int, ...]:
-        """As a tensor's."""
-        return self.strides
-
 
 class Launch(NamedTuple):
     """One kernel's launch."""
@@ -85,7 +81,7 @@ class Plan:
         self._launches: list[Launch] = []
         self._outputs: list[tuple[Sequence[int], torch.dtype]] = []
         self._scratch = 0
-        self._ready: dict[tuple[int, ...], list[Ready]] = {}
+        self._ready: dict[tuple[bool, ...], list[Ready]] = {}
 
     def output(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Place:
         """A new tensor, which `run` hands out."""
@@ -111,7 +107,7 @@ class Plan:
             everything.append(torch.empty(self._scratch, dtype=torch.uint8, device=self.device))
         addresses = [0 if x is None else x.data_ptr() for x in everything]
         # Code is compiled for addresses that 16 divides, or for any; all else is the plan's.
-        aligned = tuple([address & 15 for address in addresses])
+        aligned = tuple([not address & 15 for address in addresses])
         ready = self._ready.get(aligned)
         if ready is None:
             self._first(everything, aligned)
@@ -123,7 +119,7 @@ class Plan:
             runner(*filled)
         return outputs
 
-    def _first(self, everything: Tensors, aligned: tuple[int, ...]) -> None:
+    def _first(self, everything: Tensors, aligned: tuple[bool, ...]) -> None:
         """Launch by Triton's own way, and keep the code that it found."""
         ready = []
         for launch in self._launches:
@@ -134,7 +130,7 @@ class Plan:
             except OutOfResources as error:
                 raise _NoRoom(shrink) from error
             if DIRECT:
-                ready.append(_ready(launch, compiled))
+                ready.append(_bound(launch, compiled))
         if DIRECT:
             self._ready[aligned] = ready
 
@@ -147,7 +143,7 @@ def _tensor(place: Place, everything: Tensors) -> Tensor:
     return tensor[place.offset :].view(place.dtype) if place.source == _SCRATCH else tensor.view(place.dtype)
 
 
-def _ready(launch: Launch, compiled: Any) -> Ready:
+def _bound(launch: Launch, compiled: Any) -> Ready:
     function, programs, arguments, named, _ = launch
     constants = [named[name] for name in function.arg_names[len(arguments) :]]
     addresses = [(place, x.source, x.offset) for place, x in enumerate(arguments) if isinstance(x, Place)]
