@@ -22,7 +22,7 @@ from ecoformer.arguments import (
     shape,
 )
 from ecoformer.backends import Backend, Plain, Registered, eager, fused
-from ecoformer.backends.choice import pick
+from ecoformer.backends.choice import FUSED_DTYPES, pick, tell_if_asked
 from ecoformer.backends.hashing import Functions, HashFunctions
 
 __all__ = [
@@ -38,7 +38,6 @@ __all__ = [
 ]
 
 Surrogate = Literal["hardtanh", "sigmoid"]
-_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TokenHasher(Protocol):
@@ -113,6 +112,8 @@ def eco_attention(
 def _fused(call: fused.Call) -> Tensor | None:
     """The output by a fused backend; None where eager is to compute it."""
     if not _regular(call):
+        if torch.float64 in (call.q.dtype, call.v.dtype):
+            tell_if_asked("it takes fp32, bf16 and fp16")
         return None
     needs_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (call.q, call.k, call.v, call.functions.weight)
@@ -143,7 +144,7 @@ def _regular(call: fused.Call) -> bool:
     # Kernels get addresses and take fp32 for granted.
     if any(x.dtype != torch.float32 or x.device != device for x in functions):
         return False
-    return q.dtype in _FUSED_DTYPES and v.dtype in _FUSED_DTYPES and keys.dtype in _FUSED_DTYPES
+    return q.dtype in FUSED_DTYPES and v.dtype in FUSED_DTYPES and keys.dtype in FUSED_DTYPES
 
 
 def hash_attention(

@@ -320,6 +320,16 @@ def test_a_missing_gradient_is_no_silent_zero(fake, monkeypatch, tokens, hasher)
         eco_attention(tokens.requires_grad_(), tokens, hasher).sum().backward()
 
 
+def test_a_backend_that_was_asked_for_says_that_it_takes_no_fp64(hasher, tokens, monkeypatch, fresh_warnings):
+    wide = copy.deepcopy(hasher).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        eco_attention(tokens.double(), tokens.double(), wide)
+    monkeypatch.setenv("ECOFORMER_BACKEND", "cpu")
+    with pytest.warns(UserWarning, match='"cpu" cannot run, so that eager does: it takes fp32'):
+        eco_attention(tokens.double(), tokens.double(), wide)
+
+
 def test_a_backward_that_breaks_gives_way_with_one_warning(fake, hasher, tokens, fresh_warnings, monkeypatch):
     def broken(*_):
         raise fused.CannotRun("too little shared memory")

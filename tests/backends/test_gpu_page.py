@@ -35,9 +35,14 @@ def test_times(row):
 
 
 def test_nothing_was_timed_that_was_not_right():
-    assert len(KERNELS["check"]["rows"]) == 12
+    assert len(KERNELS["check"]["rows"]) == 15
     assert all(row["right"] and row["repeats_equal"] for row in KERNELS["check"]["rows"])
-    assert "12 of 12 cases" in PAGE
+    assert "15 of 15 cases" in PAGE
+    bandwidth = KERNELS["ceilings"]["rows"][0]["copy_tb_per_s"]
+    assert f"bandwidth of a copy ({bandwidth:.2f} TB/s)" in PAGE
+    halves = [row for row in KERNELS["check"]["rows"] if row["dtype"] == "torch.bfloat16"]
+    assert max(row["triton"][1] / row["eager"][1] for row in halves) < 1.05
+    assert "at most 5 % above eager's" in PAGE
 
 
 def test_the_readme_shows_the_same():
@@ -131,13 +136,34 @@ def test_the_profile():
 
 def test_where_it_overtakes_sdpa():
     found = figures("lengths_gpu")
-    for row in found["crossover"]:
-        assert (row["graphs"], row["backward"], row["backend"]) == (False, False, "triton")
-        assert f"| {row['batch']}, {row['heads']}, {row['channels']} | {row['tokens']:,} |" in PAGE
+    rows = [*found["crossover"], *found["crossover_of_graphs_beside_other_work"]]
+    table = {}
+    for row in rows:
+        assert row.get("backend", "triton") == "triton"
+        cell = "-" if row["slower_at"] is None else f"{row['tokens']:,}"
+        table.setdefault((row["batch"], row["heads"], row["channels"]), []).append(cell)
+    for shape, cells in table.items():
+        assert len(cells) == 4
+        assert f"| {', '.join(map(str, shape))} | {' | '.join(cells)} |" in PAGE
     rows = [row for row in found["lengths"] if row["backend"] == "triton"]
     first = min(row["shape"][2] for row in rows if row["ratio_to_sdpa"] > 1)
     assert f"from {first:,} tokens on" in PAGE
     assert (ROOT / "docs" / "figures" / "lengths_gpu.svg").is_file()
+
+
+def test_training():
+    rows = {(row["mechanism"], row["backend"]): row for row in figures("gpu_training")["rows"]}
+    assert not rows["explicit", "N x N matrix, compiled"]["checked_as_timed"]["passed"]
+    sdpa, performer, eager, triton = (
+        rows[mechanism, f"{backend}, compiled"]
+        for mechanism, backend in (ORDER[1], ORDER[2], ORDER[3], ORDER[4])
+    )
+    assert all(row["checked_as_timed"]["passed"] for row in (sdpa, performer, eager, triton))
+    speeds = [f"{row['images_per_s']:.0f}" for row in (sdpa, performer, eager, triton)]
+    assert (
+        f"SDPA {speeds[0]}, performer {speeds[1]}, eco by eager {speeds[2]} and by Triton {speeds[3]}" in PAGE
+    )
+    assert f"{triton['ratio_to_sdpa']:.2f} times SDPA. The N × N matrix has no time there" in PAGE
 
 
 def test_energy():

@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+import time
 from dataclasses import replace
 from types import ModuleType
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from ecoformer.attention import EcoAttention, PerformerAttention, SoftmaxAttention
-from ecoformer.benchmarking import backends, checking, crossover
+from ecoformer.benchmarking import backends, checking, crossover, measuring
 from ecoformer.benchmarking.attention import MECHANISMS, bench_attention, draw_inputs
 from ecoformer.benchmarking.backends import forced
 from ecoformer.benchmarking.operators import Setting, build_layer, flash_linear_attention, operators_of
@@ -284,6 +285,23 @@ def test_crossover_just_before_the_end(simulated):
     simulated(90)
     found = crossover.find_crossover(SMALL, longest=100)
     assert found.slower_at <= 90 < found.tokens <= 100
+
+
+@pytest.mark.parametrize(("rate", "quiet"), [(40, True), (4000, False)])
+def test_a_busy_machine_is_told(monkeypatch, rate, quiet):
+    seen, start = [0], time.perf_counter()
+
+    def interruptions():
+        seen.append(int(rate * (time.perf_counter() - start)))
+        return seen[-1]
+
+    monkeypatch.setattr(measuring, "interruptions", interruptions)
+    run = bench_attention([SMALL], ["eco"], seconds=0.05, memory=False)
+    assert run.quiet == run.to_dict()["quiet"] == quiet
+    assert any("run it again on a quiet machine" in note for note in run.notes) != quiet
+    found = crossover.find_crossover(SMALL, longest=16, seconds=0.05)
+    assert found.quiet == quiet
+    assert str(found).startswith("not to be trusted, on a busy machine: ") != quiet
 
 
 def test_crossover_of_wrong_results(monkeypatch):

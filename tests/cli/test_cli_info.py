@@ -310,7 +310,7 @@ class TestCheck:
         from ecoformer.backends import cpu
 
         right = cpu.forward
-        monkeypatch.setattr(cpu, "forward", lambda call: (right(call)[0] * 1.1, []))
+        monkeypatch.setattr(cpu, "forward", lambda call, keep: (right(call)[0] * 1.1, []))
         done = run("info", "--check")
         assert done.status == 1
         assert "wrong result" in " ".join(done.out.split())

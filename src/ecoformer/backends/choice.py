@@ -16,6 +16,8 @@ VARIABLE = "ECOFORMER_BACKEND"
 """The environment variable that names a backend, whatever would be chosen."""
 PREFERRED = {"cpu": ("cpu",), "cuda": ("triton",)}
 """Fused backends by type of device, best first; eager runs everywhere."""
+FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of tokens and values; all others are eager's."""
 NAMES = ("eager", *dict.fromkeys(name for names in PREFERRED.values() for name in names))
 
 
@@ -68,6 +70,13 @@ def pick(call: Call, needs_grad: bool) -> str:
         if wanted is not None:
             _tell(name, reason)
     return "eager"
+
+
+def tell_if_asked(reason: str) -> None:
+    """Say once that the backend that the environment variable names cannot run a call."""
+    wanted = asked_for()
+    if wanted not in (None, "eager"):
+        _tell(str(wanted), reason)
 
 
 @_constant

@@ -19,7 +19,7 @@ from ecoformer.benchmarking.checking import (
 )
 from ecoformer.benchmarking.energy import EnergyBench
 from ecoformer.benchmarking.graphs import require_graphs
-from ecoformer.benchmarking.measuring import Measures, measured
+from ecoformer.benchmarking.measuring import Measures, measured, say_if_busy
 from ecoformer.benchmarking.operators import (
     Operator,
     Setting,
@@ -85,15 +85,17 @@ def bench_attention(
     run = Run(device_name(device), torch.get_num_threads())
     names = list(dict.fromkeys(("softmax", *mechanisms)))
     meter = EnergyBench(device) if energy else None
+    every: list[Measures] = []
     try:
         for setting in settings:
             operators, hashers = _contestants(names, setting, run)
-            measures = Measures(device, seconds, setting.graphs, memory, meter, progress)
-            run.rows += _bench_one(operators, hashers, setting, measures)
+            every.append(Measures(device, seconds, setting.graphs, memory, meter, progress))
+            run.rows += _bench_one(operators, hashers, setting, every[-1])
     finally:
         if meter is not None:
             run.notes.append(meter.note)
             meter.close()
+    say_if_busy(run, every)
     run.notes = list(dict.fromkeys(run.notes))
     return run
 
@@ -110,7 +112,8 @@ def _contestants(names: list[str], setting: Setting, run: Run) -> tuple[list[Ope
         if isinstance(layer, HashedAttention):
             hashers.append(layer.hasher)
     peer, note = flash_linear_attention(setting)
-    run.notes.append(note)
+    if peer is not None or setting.device.type == "cuda":
+        run.notes.append(note)
     return (operators if peer is None else [*operators, peer]), hashers
 
 

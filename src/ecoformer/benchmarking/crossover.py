@@ -26,18 +26,23 @@ class Crossover:
         slower_at: the longest length at which it was not; None if it was faster from the start.
         backend: the backend that was faster.
         ratios: speed against SDPA at every length that was tried.
+        quiet: whether nobody else was seen to take the CPU meanwhile.
     """
 
     tokens: int | None
     slower_at: int | None
     backend: str | None
     ratios: dict[int, float]
+    quiet: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
         return asdict(self)
 
     def __str__(self) -> str:
+        return self._words() if self.quiet else f"not to be trusted, on a busy machine: {self._words()}"
+
+    def _words(self) -> str:
         if self.tokens is None:
             return f"eco does not overtake SDPA up to N = {max(self.ratios):,}"
         if self.slower_at is None:
@@ -70,10 +75,12 @@ def find_crossover(
     """
     ratios: dict[int, float] = {}
     backend: str | None = None
+    quiet = True
 
     def faster(tokens: int) -> bool:
-        nonlocal backend
-        best = _best(_at(setting, tokens), seconds, progress)
+        nonlocal backend, quiet
+        best, alone = _best(_at(setting, tokens), seconds, progress)
+        quiet = quiet and alone
         ratios[tokens] = best.ratio_to_sdpa or 0.0
         if ratios[tokens] > 1:
             backend = best.backend
@@ -89,11 +96,11 @@ def find_crossover(
             break
         tokens = min(2 * tokens, longest)
     if high is None:
-        return Crossover(None, low, None, dict(sorted(ratios.items())))
+        return Crossover(None, low, None, dict(sorted(ratios.items())), quiet)
     while low is not None and high - low > 1 and high / low > _CLOSE:
         middle = (low + high) // 2
         low, high = (low, middle) if faster(middle) else (middle, high)
-    return Crossover(high, low, backend, dict(sorted(ratios.items())))
+    return Crossover(high, low, backend, dict(sorted(ratios.items())), quiet)
 
 
 def _at(setting: Setting, tokens: int) -> Setting:
@@ -101,8 +108,8 @@ def _at(setting: Setting, tokens: int) -> Setting:
     return replace(setting, shape=(batch, heads, tokens, dim))
 
 
-def _best(setting: Setting, seconds: float, progress: Callable[[str], None]) -> Row:
-    """The fastest backend of hashed attention at this length."""
+def _best(setting: Setting, seconds: float, progress: Callable[[str], None]) -> tuple[Row, bool]:
+    """The fastest backend of hashed attention at this length, and whether the machine was quiet."""
     run = bench_attention([setting], ("softmax", "eco"), seconds=seconds, memory=False, progress=progress)
     if run.wrong:
         raise RuntimeError(f"{run.wrong[0].label} at {setting.shape}: {run.wrong[0].failure}")
@@ -110,4 +117,4 @@ def _best(setting: Setting, seconds: float, progress: Callable[[str], None]) -> 
     if not rows:
         why = "; ".join(f"{row.label}: {row.failure}" for row in run.rows if row.failure)
         raise RuntimeError(f"at {setting.shape} there is no time to compare: {why}")
-    return max(rows, key=lambda row: row.ratio_to_sdpa or 0.0)
+    return max(rows, key=lambda row: row.ratio_to_sdpa or 0.0), run.quiet

@@ -19,7 +19,7 @@ from ecoformer.benchmarking.compiling import compiled
 from ecoformer.benchmarking.energy import EnergyBench
 from ecoformer.benchmarking.explicit import ExplicitAttention, make_explicit
 from ecoformer.benchmarking.graphs import require_graphs
-from ecoformer.benchmarking.measuring import Measures, measured
+from ecoformer.benchmarking.measuring import Measures, measured, say_if_busy
 from ecoformer.benchmarking.operators import QUICK_FIT
 from ecoformer.benchmarking.results import Check, Row, Run, device_name, failed, with_check
 from ecoformer.benchmarking.timing import synchronize
@@ -112,6 +112,7 @@ def bench_models(
         measures = Measures(device, seconds, load.graphs, meter=meter, progress=progress)
         for batch in batches:
             run.rows += _bench_batch(contestants, checks, load, batch, measures)
+        say_if_busy(run, [measures])
     finally:
         if meter is not None:
             run.notes.append(meter.note)

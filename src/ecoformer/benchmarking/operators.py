@@ -124,7 +124,7 @@ def _hashed(layer: HashedAttention, setting: Setting) -> list[Operator]:
         against = "the reference in fp64" + ("" if sliced else ", by way of eager")
         return Operator(layer.name, backend, call, truth, against, whole, layer.shared_qk, sliced=sliced)
 
-    able = hashed_backends([layer.hasher], setting.device, setting.backward)
+    able = hashed_backends([layer.hasher], setting.device, setting.backward, setting.dtype)
     made = [operator(name, _in_backend(name, plain)) for name in able]
     if setting.compiled:
         # Every length would be compiled anew, so that it is checked at its own only.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+import ecoformer
 from ecoformer.arguments import one_line
 from ecoformer.benchmarking.energy import Energy
 from ecoformer.benchmarking.timing import Timing
@@ -101,6 +102,8 @@ class Run:
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)
+    quiet: bool = True
+    """Whether nobody else was seen to take the CPU while it was timed."""
 
     @property
     def wrong(self) -> list[Row]:
@@ -109,8 +112,9 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        facts = {"device": self.device, "threads": self.threads, "versions": versions}
+        own = ecoformer.__version__
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "ecoformer": own}
+        facts = {"device": self.device, "threads": self.threads, "versions": versions, "quiet": self.quiet}
         return facts | self.more | {"rows": [row.to_dict() for row in self.rows], "notes": self.notes}
 
 

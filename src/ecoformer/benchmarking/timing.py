@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -125,6 +126,15 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was told."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def interruptions() -> int | None:
+    """How often other programs have taken a processor from this one so far; None where nobody counts."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
+from ecoformer.backends.choice import asked_for
 from ecoformer.benchmarking.attention import DTYPES, MECHANISMS, bench_attention
 from ecoformer.benchmarking.crossover import LONGEST, find_crossover
 from ecoformer.benchmarking.fitting import bench_fit, bench_model_fit
@@ -22,13 +23,17 @@ from ecoformer.cli.bench_options import (
     Device,
     Energy,
     Graphs,
+    Resolution,
     Threads,
+    Tokens,
+    exclude,
     progress,
     read_choice,
     read_device,
     read_names,
     read_numbers,
     read_shape,
+    say_backends,
 )
 from ecoformer.cli.bench_tables import show
 from ecoformer.cli.simulated import target
@@ -58,7 +63,9 @@ def attention(
     crossover: Annotated[
         bool, typer.Option("--crossover", help="Find the N from which eco is faster than SDPA.")
     ] = False,
-    longest: Annotated[int, typer.Option(help="Where --crossover gives up.", min=16)] = LONGEST,
+    longest: Annotated[
+        int | None, typer.Option(help=f"Where --crossover gives up: {LONGEST:,} if nothing is said.", min=16)
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(help="Draw time and memory against N: .png, .svg or .pdf.", callback=target),
@@ -73,6 +80,9 @@ def attention(
 
     Example: `ecoformer bench attention --shape 1,1,3136,32`
     """
+    asked_for()
+    if not crossover:
+        exclude("--longest", longest, "without --crossover")
     shapes = [read_shape(text) for text in shape or ["1,1,3136,32"]]
     if plot is not None:
         shapes = _lengths(shapes)
@@ -82,12 +92,13 @@ def attention(
     with thread_count(threads), progress() as tell:
         run = bench_attention(settings, names, seconds=seconds, energy=energy, progress=tell)
         if crossover:
-            found = find_crossover(settings[-1], longest=longest, progress=tell)
+            found = find_crossover(settings[-1], longest=longest or LONGEST, progress=tell)
             run.more["crossover"] = found.to_dict()
             run.notes.append(str(found))
     if plot is not None:
         plot_lengths(run, plot)
         run.notes.append(f"wrote {plot}")
+    say_backends(run)
     show(run, as_json)
 
 
@@ -99,8 +110,8 @@ def model(
     attention: Annotated[
         str, typer.Option(help="Mechanisms; `explicit` is softmax with its N x N matrix.")
     ] = "softmax,eco",
-    resolution: Annotated[int, typer.Option(help="Height and width of images.", min=1)] = 224,
-    tokens: Annotated[int, typer.Option(help="Tokens of a text.", min=1)] = 4096,
+    resolution: Resolution = None,
+    tokens: Tokens = None,
     batch: Annotated[str, typer.Option(help="Samples of a batch: `1,16`.")] = "1",
     train: Annotated[bool, typer.Option("--train", help="Training steps, not inference.")] = False,
     compile_: Annotated[bool, typer.Option("--compile", help="All models by torch.compile.")] = False,
@@ -117,6 +128,7 @@ def model(
 
     Example: `ecoformer bench model pvt_v2_b0 --attention softmax,explicit,eco --batch 1,16`
     """
+    asked_for()
     names, sizes, on = (
         read_names("--attention", attention),
         read_numbers("--batch", batch),
@@ -137,20 +149,25 @@ def model(
     )
     with thread_count(threads), progress() as tell:
         run = bench_models(base, names, load, sizes, on, seconds=seconds, energy=energy, progress=tell)
+    say_backends(run)
     show(run, as_json)
 
 
 @bench.command()
 def fit(
-    shape: Annotated[str, typer.Option(help="Tokens to learn from: `B,H,N,D`.")] = "16,1,3136,32",
+    shape: Annotated[
+        str | None, typer.Option(help="Tokens to learn from: `B,H,N,D`; `16,1,3136,32` if nothing is said.")
+    ] = None,
     bits: Annotated[int, typer.Option(help="Bits of a code.", min=1)] = 16,
     support: Annotated[int, typer.Option(help="Support samples.", min=1)] = 25,
     name: Annotated[
         str | None, typer.Option("--model", help="Fit all hashers of this model instead.")
     ] = None,
-    resolution: Annotated[int, typer.Option(help="Height and width of images.", min=1)] = 224,
-    tokens: Annotated[int, typer.Option(help="Tokens of a text.", min=1)] = 4096,
-    samples: Annotated[int, typer.Option(help="Images or texts to learn from.", min=1)] = 16,
+    resolution: Resolution = None,
+    tokens: Tokens = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Images or texts to learn from: 16 if nothing is said.", min=1)
+    ] = None,
     repeats: Annotated[int, typer.Option(help="How often to fit.", min=1)] = 3,
     device: Device = None,
     threads: Threads = None,
@@ -160,14 +177,18 @@ def fit(
 
     Example: `ecoformer bench fit --shape 16,1,3136,32 --bits 16 --support 25`
     """
-    size, on = read_shape(shape), read_device(device)
+    on = read_device(device)
     with thread_count(threads):
         if name is None:
+            for option, given in (("resolution", resolution), ("tokens", tokens), ("samples", samples)):
+                exclude(f"--{option}", given, "without --model")
+            size = read_shape(shape or "16,1,3136,32")
             run = bench_fit(size, on, bits=bits, support=support, repeats=repeats)
         else:
+            exclude("--shape", shape, "with --model")
             base, load = base_model(name, resolution, tokens)
             convert(base, "eco", bits=bits, support=support)
-            run = bench_model_fit(base.to(on).eval(), load.make(samples).to(on), name, repeats=repeats)
+            run = bench_model_fit(base.to(on).eval(), load.make(samples or 16).to(on), name, repeats=repeats)
     show(run, as_json)
 
 

@@ -9,14 +9,18 @@ from torch import Tensor, nn
 
 from ecoformer.arguments import one_line
 from ecoformer.benchmarking.models import Load
+from ecoformer.cli.bench_options import exclude
 from ecoformer.cli.sources import open_model
 from ecoformer.running import NOT_TAKEN, eval_mode, run_on_meta
 
 
-def base_model(name: str, resolution: int, tokens: int, **how: Any) -> tuple[nn.Module, Load]:
+def base_model(name: str, resolution: int | None, tokens: int | None, **how: Any) -> tuple[nn.Module, Load]:
     """A model as it is before conversion, and its load; `how` is that of `Load`."""
     if name == "lra_text":
-        return _text_model(tokens, **how)
+        exclude("--resolution", resolution, "for a text model")
+        return _text_model(tokens or 4096, **how)
+    exclude("--tokens", tokens, "for a model of images")
+    resolution = resolution or 224
     try:
         model = open_model(name, image_size=resolution).model
     except ModuleNotFoundError as error:

@@ -10,9 +10,17 @@ import torch
 import typer
 from rich.console import Console
 
+from ecoformer.attention.registry import attention_class
+from ecoformer.backends.choice import VARIABLE, asked_for
+from ecoformer.benchmarking.results import Run
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Device = Annotated[str | None, typer.Option(help="`cpu` or `cuda`; by default the GPU, if there is one.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads; by default PyTorch's.", min=1)]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; by default PyTorch's.", min=1, max=1024)]
+Resolution = Annotated[
+    int | None, typer.Option(help="Height and width of images: 224 if nothing is said.", min=1)
+]
+Tokens = Annotated[int | None, typer.Option(help="Tokens of a text: 4096 if nothing is said.", min=1)]
 Energy = Annotated[
     bool, typer.Option("--energy", help="Measure energy too, by NVML on a GPU, by RAPL on a CPU.")
 ]
@@ -45,7 +53,26 @@ def read_names(option: str, text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise ValueError(f"{option} takes names of mechanisms, such as softmax,eco, got {text!r}")
+    for name in names:
+        try:
+            attention_class("softmax" if name == "explicit" else name)
+        except ValueError as error:
+            also = " and explicit" if "known are" in str(error) else ""
+            raise ValueError(f"{option}: {error}{also}") from error
     return names
+
+
+def exclude(option: str, given: object, because: str) -> None:
+    """Refuse an option that would be ignored."""
+    if given not in (None, False):
+        raise ValueError(f"{option} has no meaning {because}: leave it out")
+
+
+def say_backends(run: Run) -> None:
+    """A benchmark runs every backend, whatever the environment variable names."""
+    wanted = asked_for()
+    if wanted is not None:
+        run.notes.append(f"{VARIABLE}={wanted} is set; a benchmark runs every backend that can, one by one")
 
 
 def read_choice(option: str, text: str, known: dict[str, torch.dtype]) -> torch.dtype:
@@ -64,7 +91,7 @@ def read_device(name: str | None) -> torch.device:
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be cpu, cuda or cuda:1, got {name!r}")
+        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"--device {name}: PyTorch sees {torch.cuda.device_count()} CUDA devices here; use --device cpu"

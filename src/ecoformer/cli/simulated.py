@@ -70,9 +70,12 @@ def built_model(
     return model, example
 
 
-def target(path: Path | None) -> Path | None:
+def target(option: typer.CallbackParam, path: Path | None) -> Path | None:
     """A picture's file, checked before anything is computed."""
-    return None if path is None else check_target(path)
+    try:
+        return None if path is None else check_target(path)
+    except (ValueError, FileNotFoundError) as error:
+        raise type(error)(f"{option.opts[0]}: {error}") from error
 
 
 def draw(runs: Sequence[Run], figure: Path | None, divide_by: int = 1) -> None:
