@@ -64,5 +64,6 @@ def _commit() -> str:
         run = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent)
         return run.stdout.strip()
 
-    changed = git("status", "--porcelain", "--", ".", ":!results")
+    # Results, and pictures of them, are what a benchmark itself writes.
+    changed = git("status", "--porcelain", "--", ".", ":!results", ":!docs/figures")
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-dirty" if changed else "")
