@@ -27,6 +27,7 @@ def bench_fit(
     repeats: int = 3,
     seed: int = 0,
     options: FitOptions | None = None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Run:
     """Fit a hasher to random tokens (B, H, N, D); it must have learned something before a time is printed."""
     generator = torch.Generator().manual_seed(seed)
@@ -37,7 +38,7 @@ def bench_fit(
     untaught = copy.deepcopy(hasher).fit(
         tokens, options=FitOptions(steps=0, start="random", support="random")
     )
-    times = _times(lambda: hasher.fit(tokens, seed=seed, options=options), device, repeats)
+    times = _times(lambda: hasher.fit(tokens, seed=seed, options=options), device, repeats, progress)
     few = tokens[:4, :, :_JUDGED]
     check = Check(
         hasher.quality(few).objective / untaught.quality(few).objective,
@@ -49,7 +50,13 @@ def bench_fit(
 
 
 def bench_model_fit(
-    model: nn.Module, batch: torch.Tensor, what: str, *, repeats: int = 3, options: FitOptions | None = None
+    model: nn.Module,
+    batch: torch.Tensor,
+    what: str,
+    *,
+    repeats: int = 3,
+    options: FitOptions | None = None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Run:
     """Fit all hashers of a model in one forward pass."""
     device = batch.device
@@ -59,17 +66,21 @@ def bench_model_fit(
     def fit() -> object:
         return fit_hashers(model, [batch], samples=len(batch), progress=False, options=options)
 
-    times = _times(fit, device, repeats)
+    times = _times(fit, device, repeats, progress)
     with torch.no_grad():
         broken = float((~model(batch).isfinite()).float().mean())
     run.rows.append(_row(about, times, Check(broken, 0.0, "finite numbers"), len(hashers_of(model))))
     return run
 
 
-def _times(fit: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+def _times(
+    fit: Callable[[], object], device: torch.device, repeats: int, progress: Callable[[str], None]
+) -> list[float]:
     """Milliseconds of every fit; they take seconds, so that none is spent on warming up."""
-    times = []
-    for _ in range(repeats):
+    times: list[float] = []
+    for repeat in range(repeats):
+        before = f", the last one took {times[-1] / 1e3:.1f} s" if times else ""
+        progress(f"fit {repeat + 1} of {repeats}{before}")
         synchronize(device)
         start = time.perf_counter()
         fit()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import platform
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -140,7 +142,18 @@ def device_name(device: torch.device) -> str:
     """What ran, in words."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU"
+    return _processor() or f"{platform.machine()} CPU"
+
+
+@cache
+def _processor() -> str | None:
+    """The CPU's name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names and names[0] else None
 
 
 def hardware(device: torch.device) -> str:

@@ -178,17 +178,18 @@ def fit(
     Example: `ecoformer bench fit --shape 16,1,3136,32 --bits 16 --support 25`
     """
     on = read_device(device)
-    with thread_count(threads):
+    with thread_count(threads), progress() as tell:
         if name is None:
             for option, given in (("resolution", resolution), ("tokens", tokens), ("samples", samples)):
                 exclude(f"--{option}", given, "without --model")
             size = read_shape(shape or "16,1,3136,32")
-            run = bench_fit(size, on, bits=bits, support=support, repeats=repeats)
+            run = bench_fit(size, on, bits=bits, support=support, repeats=repeats, progress=tell)
         else:
             exclude("--shape", shape, "with --model")
             base, load = base_model(name, resolution, tokens)
             convert(base, "eco", bits=bits, support=support)
-            run = bench_model_fit(base.to(on).eval(), load.make(samples or 16).to(on), name, repeats=repeats)
+            batch = load.make(samples or 16).to(on)
+            run = bench_model_fit(base.to(on).eval(), batch, name, repeats=repeats, progress=tell)
     show(run, as_json)
 
 
