@@ -282,7 +282,7 @@ def test_one_launch_for_many_tiles(kernels, configs, warps):
         assert error(x, true) < 2e-6
 
 
-@pytest.mark.parametrize("case", [Case(150, heads=1), Case(140, causal=True, heads=1), Case(40, n_k=60)])
+@pytest.mark.parametrize("case", [Case(80, heads=1), Case(80, causal=True, heads=1), Case(40, n_k=60)])
 def test_repeated_runs_are_equal(kernels, case):
     call = make(case)
     grad = torch.randn(*call.q.shape[:3], case.value_dim).to(DEVICE)
@@ -293,7 +293,7 @@ def test_repeated_runs_are_equal(kernels, case):
 
 
 @pytest.mark.parametrize(
-    "case", [Case(150, heads=1, masked=True), Case(70, causal=True, heads=1), Case(40, n_k=60, heads=1)]
+    "case", [Case(32, heads=1, masked=True), Case(32, causal=True, heads=1), Case(20, n_k=30, heads=1)]
 )
 def test_what_was_worked_out_for_other_tensors_serves(kernels, case):
     """The launches of a call are repeated with those of the next one of its shapes."""
@@ -333,8 +333,8 @@ CHANGES = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_plan_is_not_taken_for_what_differs(kernels, what):
     """One thing changes at the same shapes, after a call whose launches are kept."""
-    call = make(Case(40, heads=1, masked=True))
-    grad = torch.randn(2, 1, 40, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    call = make(Case(16, heads=1, masked=True))
+    grad = torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     by_kernels(kernels, call, grad)
     call, grad = CHANGES[what](call, grad)
     bound = 1e-3 if torch.float16 in (call.q.dtype, call.v.dtype) else 4e-6
@@ -392,12 +392,12 @@ def test_room_is_as_announced(kernels, case, dtype):
 @pytest.mark.parametrize("what", ["q", "v"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_nan_stays_in_its_sample(kernels, what, causal):
-    call = make(Case(160, causal=causal, batch=3, heads=1))
-    grad = torch.randn(3, 1, 160, 16).to(DEVICE)
+    call = make(Case(80, causal=causal, batch=3, heads=1))
+    grad = torch.randn(3, 1, 80, 16).to(DEVICE)
     clean = by_kernels(kernels, call, grad)[:-1]
-    getattr(call, what)[1, :, 140] = torch.nan
+    getattr(call, what)[1, :, 70] = torch.nan
     spoilt = by_kernels(kernels, call, grad)[:-1]
-    assert spoilt[0][1, :, 140:].isnan().all()
+    assert spoilt[0][1, :, 70:].isnan().all()
     for x, y in zip(clean, spoilt, strict=True):
         assert torch.equal(x[::2], y[::2])
 
@@ -422,8 +422,8 @@ def test_nan_of_a_query_stays_there(kernels):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_may_hold_anything(kernels, causal):
-    call = make(Case(140, masked=True, causal=causal, heads=1))
-    grad = torch.randn(2, 1, 140, 16).to(DEVICE)
+    call = make(Case(80, masked=True, causal=causal, heads=1))
+    grad = torch.randn(2, 1, 80, 16).to(DEVICE)
     padding = call.mask[:, None]
     clean = by_kernels(kernels, call, grad)
     call.v[padding] = torch.nan
