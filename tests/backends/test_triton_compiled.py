@@ -71,8 +71,18 @@ def compiled(kernel, config, dim, bits, support):
     return triton.compile(source, target=HOPPER, options=options).asm["ptx"]
 
 
-@pytest.mark.parametrize("sizes", [(64, 16, 25), (40, 64, 64)])
-@pytest.mark.parametrize("kernel", [*STEPS, *IN_ORDER], ids=lambda kernel: kernel.__name__)
+COMMON, LARGE = (64, 16, 25), (40, 64, 64)
+# The others are made of the same pieces, and seconds each.
+QUICK = [(kernel, COMMON) for kernel in (*STEPS, *IN_ORDER)]
+QUICK += [(kernel, LARGE) for kernel in (gather, gather_grad, token_grad, causal.causal_token_grad)]
+THOROUGH = [(kernel, LARGE) for kernel in (*STEPS, *IN_ORDER) if (kernel, LARGE) not in QUICK]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sizes"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in THOROUGH)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_no_kernel_has_asynchronous_products(kernel, sizes, monkeypatch, tmp_path):
     """See `configs.has_async_products`. Products themselves are on tensor cores."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
