@@ -22,7 +22,7 @@ from ecoformer.arguments import (
     shape,
 )
 from ecoformer.backends import Backend, Plain, Registered, eager, fused
-from ecoformer.backends.choice import FUSED_DTYPES, pick, tell_if_asked
+from ecoformer.backends.choice import pick, tell_if_asked
 from ecoformer.backends.hashing import Functions, HashFunctions
 
 __all__ = [
@@ -144,7 +144,7 @@ def _regular(call: fused.Call) -> bool:
     # Kernels get addresses and take fp32 for granted.
     if any(x.dtype != torch.float32 or x.device != device for x in functions):
         return False
-    return q.dtype in FUSED_DTYPES and v.dtype in FUSED_DTYPES and keys.dtype in FUSED_DTYPES
+    return q.dtype in fused.DTYPES and v.dtype in fused.DTYPES and keys.dtype in fused.DTYPES
 
 
 def hash_attention(

@@ -16,8 +16,6 @@ VARIABLE = "ECOFORMER_BACKEND"
 """The environment variable that names a backend, whatever would be chosen."""
 PREFERRED = {"cpu": ("cpu",), "cuda": ("triton",)}
 """Fused backends by type of device, best first; eager runs everywhere."""
-FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of tokens and values; all others are eager's."""
 NAMES = ("eager", *dict.fromkeys(name for names in PREFERRED.values() for name in names))
 
 

@@ -24,6 +24,7 @@ from ecoformer.backends import eager
 from ecoformer.backends.hashing import Functions, HashFunctions, Hyperplanes, codes
 
 __all__ = [
+    "DTYPES",
     "Call",
     "CannotRun",
     "Functions",
@@ -37,6 +38,8 @@ __all__ = [
     "run",
 ]
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of tokens and values that fused backends take; all others are eager's."""
 Grads = Sequence[Tensor | None]
 Needs = tuple[bool, bool, bool, bool]
 """Whether q, k, v and the weight want a gradient."""

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ecoformer.backends.choice import FUSED_DTYPES, VARIABLE, available, why_not
-from ecoformer.backends.fused import Call
+from ecoformer.backends.choice import VARIABLE, available, why_not
+from ecoformer.backends.fused import DTYPES, Call
 from ecoformer.hashing import Hasher
 
 
@@ -17,7 +17,7 @@ def hashed_backends(
     hashers: Iterable[Hasher], device: torch.device, needs_grad: bool, dtype: torch.dtype = torch.float32
 ) -> list[str]:
     """Names of the backends that run layers with these hashers on `device` and do not leave it to eager."""
-    if dtype not in FUSED_DTYPES:
+    if dtype not in DTYPES:
         return ["eager"]
     calls = [_smallest_call(hasher, device) for hasher in hashers]
     return [name for name in available(device) if name == "eager" or _runs(name, calls, needs_grad)]

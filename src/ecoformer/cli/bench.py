@@ -8,7 +8,6 @@ from typing import Annotated
 import torch
 import typer
 
-from ecoformer.backends.choice import asked_for
 from ecoformer.benchmarking.attention import DTYPES, MECHANISMS, bench_attention
 from ecoformer.benchmarking.crossover import LONGEST, find_crossover
 from ecoformer.benchmarking.fitting import bench_fit, bench_model_fit
@@ -26,6 +25,7 @@ from ecoformer.cli.bench_options import (
     Resolution,
     Threads,
     Tokens,
+    backend_notes,
     exclude,
     progress,
     read_choice,
@@ -33,7 +33,6 @@ from ecoformer.cli.bench_options import (
     read_names,
     read_numbers,
     read_shape,
-    say_backends,
 )
 from ecoformer.cli.bench_tables import show
 from ecoformer.cli.simulated import target
@@ -80,7 +79,7 @@ def attention(
 
     Example: `ecoformer bench attention --shape 1,1,3136,32`
     """
-    asked_for()
+    notes = backend_notes()
     if not crossover:
         exclude("--longest", longest, "without --crossover")
     shapes = [read_shape(text) for text in shape or ["1,1,3136,32"]]
@@ -98,7 +97,7 @@ def attention(
     if plot is not None:
         plot_lengths(run, plot)
         run.notes.append(f"wrote {plot}")
-    say_backends(run)
+    run.notes += notes
     show(run, as_json)
 
 
@@ -128,7 +127,7 @@ def model(
 
     Example: `ecoformer bench model pvt_v2_b0 --attention softmax,explicit,eco --batch 1,16`
     """
-    asked_for()
+    notes = backend_notes()
     names, sizes, on = (
         read_names("--attention", attention),
         read_numbers("--batch", batch),
@@ -149,7 +148,7 @@ def model(
     )
     with thread_count(threads), progress() as tell:
         run = bench_models(base, names, load, sizes, on, seconds=seconds, energy=energy, progress=tell)
-    say_backends(run)
+    run.notes += notes
     show(run, as_json)
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ecoformer.attention.registry import attention_class
 from ecoformer.backends.choice import VARIABLE, asked_for
-from ecoformer.benchmarking.results import Run
+from ecoformer.cli.settings import names_in
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Device = Annotated[str | None, typer.Option(help="`cpu` or `cuda`; by default the GPU, if there is one.")]
@@ -50,9 +50,7 @@ def read_numbers(option: str, text: str) -> list[int]:
 
 def read_names(option: str, text: str) -> list[str]:
     """`softmax,eco`."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise ValueError(f"{option} takes names of mechanisms, such as softmax,eco, got {text!r}")
+    names = names_in(text, option)
     for name in names:
         try:
             attention_class("softmax" if name == "explicit" else name)
@@ -68,11 +66,12 @@ def exclude(option: str, given: object, because: str) -> None:
         raise ValueError(f"{option} has no meaning {because}: leave it out")
 
 
-def say_backends(run: Run) -> None:
-    """A benchmark runs every backend, whatever the environment variable names."""
+def backend_notes() -> list[str]:
+    """A note where the environment variable names a backend, which is checked: a benchmark runs all."""
     wanted = asked_for()
-    if wanted is not None:
-        run.notes.append(f"{VARIABLE}={wanted} is set; a benchmark runs every backend that can, one by one")
+    if wanted is None:
+        return []
+    return [f"{VARIABLE}={wanted} is set; a benchmark runs every backend that can, one by one"]
 
 
 def read_choice(option: str, text: str, known: dict[str, torch.dtype]) -> torch.dtype:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ecoformer.backends.fused import Call, HashFunctions
+from ecoformer.backends.fused import DTYPES, Call, HashFunctions
 from ecoformer.backends.triton.configs import capability
 from ecoformer.backends.triton.hashing import INTERPRETED, VERSION
 from ecoformer.backends.triton.launch import forward, kept
@@ -16,7 +16,6 @@ from ecoformer.backends.triton.launch_backward import backward
 
 __all__ = ["backward", "cannot", "forward", "kept"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST, _MOST = 128, 64
 _LONGEST = 1 << 30
 """Tokens whose places in what a backward keeps fit 32 bits."""
@@ -34,7 +33,7 @@ def cannot(call: Call, *, needs_grad: bool) -> str | None:
         return "it has no kernel for a bias that is a query's own value"
     if causal and k is not None:
         return "it has no kernel for causal order with keys of their own"
-    if q.dtype not in _DTYPES or v.dtype not in _DTYPES:
+    if q.dtype not in DTYPES or v.dtype not in DTYPES:
         return "it takes fp32, bf16 and fp16"
     if max(q.shape[-1], v.shape[-1]) > _WIDEST:
         return f"it takes heads of at most {_WIDEST} channels"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -54,7 +54,6 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
-@lru_cache(maxsize=256)
 def _constants(samples: int, dim: int, channels: int, bits: int) -> tuple[dict[str, int], dict[str, int]]:
     """Sizes that kernels are compiled for: of those that read, and of those that hash too."""
     reading = {"E": channels, "BITS": bits, "BE": padded(channels), "BB": padded(bits)}
@@ -96,7 +95,8 @@ class Launches(Plan):
         self.masked = {"MASKED": mask is not None}
         whole = self.beta.is_integer() and self.beta >= 0 and self.bits + self.beta <= 256
         self.whole = {"WHOLE": whole}
-        self.reading, self.hashing = _constants(*support.shape[1:], v.shape[-1], self.bits)
+        _, samples, dim = support.shape
+        self.reading, self.hashing = _constants(samples, dim, v.shape[-1], self.bits)
 
     def sizes(self, x: Place) -> Sizes:
         """Sizes with `x` as the tokens."""

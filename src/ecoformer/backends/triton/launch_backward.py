@@ -46,15 +46,13 @@ class _Backward(Launches):
     def gradients(self, outputs: list[Tensor]) -> Grads:
         """Those of q, k, v and the weight, of what `run` gave."""
 
-        def found(place: Place | None, needed: bool) -> Tensor | None:
-            return None if place is None or not needed else outputs[place.source - len(self.places)]
+        def found(place: Place) -> Tensor:
+            return outputs[place.source - len(self.places)]
 
-        tokens = [found(x, y) for x, y in zip((self.to_q, self.to_k, self.to_v), self.needs, strict=False)]
+        wanted = zip((self.to_q, self.to_k, self.to_v), self.needs, strict=False)
+        tokens = [found(x) if x is not None and needed else None for x, needed in wanted]
         # Of A (H, m, b): the sum over samples and stretches, and over queries and keys.
-        sums = [
-            outputs[x.source - len(self.places)].view(-1, self.heads, *x.shape[1:]).sum(dim=(0, 2))
-            for x in self.weights
-        ]
+        sums = [found(x).view(-1, self.heads, *x.shape[1:]).sum(dim=(0, 2)) for x in self.weights]
         return [*tokens, sum(sums[1:], sums[0]) if sums else None]
 
     def _shared(self, q: Place) -> None:
