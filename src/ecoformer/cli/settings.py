@@ -1,4 +1,4 @@
-"""Arguments of mechanisms from what a user types: `--set KEY=VALUE`, `--sweep KEY=VALUE,VALUE`."""
+"""Mechanisms and their arguments from what a user types: `--compare`, `--set`, `--sweep`."""
 
 from __future__ import annotations
 
