@@ -117,3 +117,20 @@ def old_objects_left_alone():
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture
+def backend_variable(monkeypatch):
+    """Set ECOFORMER_BACKEND, unset at first: it is read once in a process, so forget what was read."""
+    from ecoformer.backends import choice
+
+    def set_to(name):
+        if name is None:
+            monkeypatch.delenv(choice.VARIABLE, raising=False)
+        else:
+            monkeypatch.setenv(choice.VARIABLE, name)
+        choice.default_backend.cache_clear()
+
+    set_to(None)
+    yield set_to
+    choice.default_backend.cache_clear()

@@ -8,6 +8,7 @@ from ecoformer.attention import (
     list_attentions,
     register_attention,
 )
+from ecoformer.backends.choice import use_backend
 from ecoformer.checkpoints import CheckpointError, load, load_official, save
 from ecoformer.conversion import Conversion, Distillation, Projections, convert, distill, register_conversion
 from ecoformer.functional import eco_attention, hash_attention, pack_codes, sign_ste, unpack_codes
@@ -66,6 +67,7 @@ __all__ = [
     "save",
     "sign_ste",
     "unpack_codes",
+    "use_backend",
 ]
 
 _watch_imports()

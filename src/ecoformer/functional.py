@@ -22,7 +22,7 @@ from ecoformer.arguments import (
     shape,
 )
 from ecoformer.backends import Backend, Plain, Registered, eager, fused
-from ecoformer.backends.choice import pick, tell_if_asked
+from ecoformer.backends.choice import asked_for, pick, tell_if_asked
 from ecoformer.backends.hashing import Functions, HashFunctions
 
 __all__ = [
@@ -66,6 +66,7 @@ def eco_attention(
     is_causal: bool = False,
     bias: Bias = "paper",
     group: dist.ProcessGroup | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """Hashed attention from tokens to output: `hasher` and `hash_attention` in one, fused where that can be.
 
@@ -78,10 +79,12 @@ def eco_attention(
         is_causal: as in `hash_attention`.
         bias: as in `hash_attention`.
         group: as in `hash_attention`.
+        backend: "eager", "cpu" or "triton"; None takes what `use_backend` or the environment asks for.
 
     Returns:
         (B, H, N_q, C) in v's dtype.
     """
+    wanted = asked_for(backend)
     if is_causal and not hasher.token_wise:
         raise ValueError(
             'sigma="input" looks at all tokens of a sample, so codes have no causal order: '
@@ -93,7 +96,7 @@ def eco_attention(
         if functions is not None:
             beta = float(bias_value(bias, functions.weight.shape[-1]))
             own_value = bias == "official"
-            out = _fused(fused.Call(q, k, v, key_padding_mask, functions, beta, is_causal, own_value))
+            out = _fused(fused.Call(q, k, v, key_padding_mask, functions, beta, is_causal, own_value), wanted)
             if out is not None:
                 return out
     codes_k = hasher(q if k is None else k, key_padding_mask)
@@ -109,16 +112,16 @@ def eco_attention(
     )
 
 
-def _fused(call: fused.Call) -> Tensor | None:
+def _fused(call: fused.Call, wanted: str | None) -> Tensor | None:
     """The output by a fused backend; None where eager is to compute it."""
     if not _regular(call):
         if torch.float64 in (call.q.dtype, call.v.dtype):
-            tell_if_asked("it takes fp32, bf16 and fp16")
+            tell_if_asked(wanted, "it takes fp32, bf16 and fp16")
         return None
     needs_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (call.q, call.k, call.v, call.functions.weight)
     )
-    backend = pick(call, needs_grad)
+    backend = pick(call, needs_grad, wanted)
     return None if backend == "eager" else fused.run(backend, call, needs_grad)
 
 

@@ -14,7 +14,7 @@ from calls import make_call
 from torch import nn
 
 import ecoformer
-from ecoformer import FitOptions, KernelHasher, LshHasher, eco_attention, hash_attention
+from ecoformer import FitOptions, KernelHasher, LshHasher, eco_attention, hash_attention, use_backend
 from ecoformer.accounting.executed import executed
 from ecoformer.backends import available, choice, cpu, fused
 
@@ -35,7 +35,7 @@ def tokens():
 
 
 @pytest.fixture
-def ran(monkeypatch):
+def ran(monkeypatch, backend_variable):
     """The names of the fused backends that ran, in order."""
     seen = []
     original = fused._forward
@@ -45,7 +45,6 @@ def ran(monkeypatch):
         return original(name, *arguments, **named)
 
     monkeypatch.setattr(fused, "_forward", spy)
-    monkeypatch.delenv("ECOFORMER_BACKEND", raising=False)
     return seen
 
 
@@ -76,7 +75,7 @@ def test_fused_equals_the_single_steps(make, cross, causal, ran):
     assert torch.equal(out, by_steps(q, v, hasher, k, **options))
 
 
-def test_the_module_gives_the_same_by_both(monkeypatch, ran):
+def test_the_module_gives_the_same_by_both(ran):
     layer = ecoformer.EcoAttention(32, 4).eval().requires_grad_(False)
     layer.hasher.fit(torch.randn(2, 4, 60, 8), options=QUICK)
     x, mask = torch.randn(3, 65, 32), torch.rand(3, 65) < 0.3
@@ -84,9 +83,8 @@ def test_the_module_gives_the_same_by_both(monkeypatch, ran):
         layer.bias = bias
         for options in ({}, {"key_padding_mask": mask}, {"is_causal": True}):
             ours = layer(x, **options)
-            monkeypatch.setenv("ECOFORMER_BACKEND", "eager")
-            torch.testing.assert_close(ours, layer(x, **options))
-            monkeypatch.delenv("ECOFORMER_BACKEND")
+            with use_backend("eager"):
+                torch.testing.assert_close(ours, layer(x, **options))
     assert ran == ["cpu"] * 9
 
 
@@ -156,14 +154,14 @@ def test_fitting_reaches_the_hashers(ran):
     assert ran == ["cpu"]
 
 
-def test_counting_sees_the_single_steps(monkeypatch, ran):
+def test_counting_sees_the_single_steps(ran):
     layer = ecoformer.EcoAttention(16, 2).eval()
     layer.hasher.fit(torch.randn(2, 2, 60, 8), options=QUICK)
     x = torch.randn(2, 40, 16)
     counted = executed(layer, x)
     assert ran == []
-    monkeypatch.setenv("ECOFORMER_BACKEND", "eager")
-    assert counted == executed(layer, x)
+    with use_backend("eager"):
+        assert counted == executed(layer, x)
     assert counted[1] == ()
 
 
@@ -202,26 +200,72 @@ def test_available_says_what_is_preferred(monkeypatch):
     choice._cannot_on.cache_clear()
 
 
-def test_the_variable_decides(monkeypatch, hasher, tokens, ran):
-    monkeypatch.setenv("ECOFORMER_BACKEND", "eager")
+def test_the_variable_decides(backend_variable, hasher, tokens, ran):
+    backend_variable("eager")
     eco_attention(tokens, tokens, hasher)
     assert ran == []
-    monkeypatch.setenv("ECOFORMER_BACKEND", "cpu")
+    backend_variable("cpu")
     eco_attention(tokens, tokens, hasher)
     assert ran == ["cpu"]
-    monkeypatch.setenv("ECOFORMER_BACKEND", "cuda")
+    backend_variable("cuda")
     with pytest.raises(ValueError, match="ECOFORMER_BACKEND must be one of eager, cpu, triton, got 'cuda'"):
+        eco_attention(tokens, tokens, hasher)
+    with use_backend("eager"):
         eco_attention(tokens, tokens, hasher)
 
 
+def test_a_block_or_an_argument_chooses_the_backend(hasher, tokens, ran):
+    with use_backend("eager"):
+        eco_attention(tokens, tokens, hasher)
+        with use_backend("cpu"):
+            eco_attention(tokens, tokens, hasher)
+        eco_attention(tokens, tokens, hasher)
+        assert ran == ["cpu"]
+        eco_attention(tokens, tokens, hasher, backend="cpu")
+        with use_backend(None):
+            eco_attention(tokens, tokens, hasher)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(eco_attention, tokens, tokens, hasher).result()
+    assert ran == ["cpu"] * 4
+    eco_attention(tokens, tokens, hasher, backend="eager")
+    assert ran == ["cpu"] * 4
+    with pytest.raises(RuntimeError, match="inside"), use_backend("eager"):
+        raise RuntimeError("inside")
+    assert choice.asked_for() is None
+    for call in (
+        lambda: eco_attention(tokens, tokens, hasher, backend="cuda"),
+        use_backend("cuda").__enter__,
+    ):
+        with pytest.raises(ValueError, match="backend must be one of eager, cpu, triton, got 'cuda'"):
+            call()
+
+
+def test_compiled_code_follows_the_choice(hasher, tokens, ran):
+    def nested(q):
+        with use_backend("eager"):
+            return eco_attention(q, q, hasher)
+
+    torch.compiler.reset()
+    compiled = torch.compile(eco_attention, fullgraph=True, backend="aot_eager")
+    expected = eco_attention(tokens, tokens, hasher, backend="eager")
+    for name, runs in (("eager", []), ("cpu", ["cpu"]), ("eager", []), (None, ["cpu"])):
+        ran.clear()
+        with use_backend(name):
+            torch.testing.assert_close(compiled(tokens, tokens, hasher), expected)
+        assert ran == runs
+    ran.clear()
+    compiled(tokens, tokens, hasher, backend="eager")
+    torch.compile(nested, fullgraph=True, backend="aot_eager")(tokens)
+    assert ran == []
+    assert choice.asked_for() is None
+
+
 def test_a_backend_asked_for_in_vain_warns_once(monkeypatch, hasher, tokens, ran, fresh_warnings):
-    monkeypatch.setenv("ECOFORMER_BACKEND", "cpu")
     monkeypatch.setattr(cpu, "_installed", lambda: False)
     with pytest.warns(UserWarning, match=r'backend "cpu" cannot run, so that eager does: numba is not'):
-        out = eco_attention(tokens, tokens, hasher)
-    assert torch.equal(out, eco_attention(tokens, tokens, hasher))
+        out = eco_attention(tokens, tokens, hasher, backend="cpu")
+    assert torch.equal(out, eco_attention(tokens, tokens, hasher, backend="cpu"))
     assert ran == []
-    monkeypatch.delenv("ECOFORMER_BACKEND")
     eco_attention(tokens, tokens, hasher)
 
 
@@ -284,10 +328,9 @@ class Fake:
 
 
 @pytest.fixture
-def fake(monkeypatch):
+def fake(monkeypatch, backend_variable):
     original = fused._import
     monkeypatch.setattr(fused, "_import", lambda name: Fake if name == "cpu" else original(name))
-    monkeypatch.delenv("ECOFORMER_BACKEND", raising=False)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -320,14 +363,13 @@ def test_a_missing_gradient_is_no_silent_zero(fake, monkeypatch, tokens, hasher)
         eco_attention(tokens.requires_grad_(), tokens, hasher).sum().backward()
 
 
-def test_a_backend_that_was_asked_for_says_that_it_takes_no_fp64(hasher, tokens, monkeypatch, fresh_warnings):
+def test_a_backend_that_was_asked_for_says_that_it_takes_no_fp64(hasher, tokens, fresh_warnings):
     wide = copy.deepcopy(hasher).double()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         eco_attention(tokens.double(), tokens.double(), wide)
-    monkeypatch.setenv("ECOFORMER_BACKEND", "cpu")
     with pytest.warns(UserWarning, match='"cpu" cannot run, so that eager does: it takes fp32'):
-        eco_attention(tokens.double(), tokens.double(), wide)
+        eco_attention(tokens.double(), tokens.double(), wide, backend="cpu")
 
 
 def test_a_backward_that_breaks_gives_way_with_one_warning(fake, hasher, tokens, fresh_warnings, monkeypatch):

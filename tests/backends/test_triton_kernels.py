@@ -493,14 +493,13 @@ def test_as_a_registered_operator(kernels, case):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_compiles_without_a_break(kernels, monkeypatch, causal):
-    monkeypatch.setenv("ECOFORMER_BACKEND", "triton")
+def test_compiles_without_a_break(kernels, causal):
     hasher = KernelHasher(1, 16).fit(torch.randn(2, 1, 60, 16), options=FitOptions(steps=5, pairs=5))
     hasher.to(DEVICE)
     q, v = (torch.randn(1, 1, 30, 16, device=DEVICE).requires_grad_() for _ in range(2))
 
     def gradients(attention):
-        out = attention(q, v, hasher, is_causal=causal)
+        out = attention(q, v, hasher, is_causal=causal, backend="triton")
         return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, v))]
 
     torch.compiler.reset()

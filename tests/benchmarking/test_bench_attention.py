@@ -1,7 +1,6 @@
 """No time for a wrong result."""
 
 import math
-import os
 import sys
 import time
 from dataclasses import replace
@@ -11,9 +10,9 @@ import pytest
 import torch
 
 from ecoformer.attention import EcoAttention, PerformerAttention, SoftmaxAttention
+from ecoformer.backends.choice import asked_for, use_backend
 from ecoformer.benchmarking import backends, checking, crossover, measuring
 from ecoformer.benchmarking.attention import MECHANISMS, bench_attention, draw_inputs
-from ecoformer.benchmarking.backends import forced
 from ecoformer.benchmarking.operators import Setting, build_layer, flash_linear_attention, operators_of
 from ecoformer.benchmarking.results import Row, Run, with_ratios
 from ecoformer.benchmarking.timing import Timing
@@ -135,9 +134,9 @@ def allow(monkeypatch, *names):
 
 
 def test_every_backend_is_a_row(monkeypatch):
-    allow(monkeypatch, "eager", "other")
+    allow(monkeypatch, "eager", "cpu")
     run = bench(mechanisms=("softmax", "eco", "performer"))
-    assert [row.backend for row in run.rows] == ["sdpa", "eager", "other", "eager"]
+    assert [row.backend for row in run.rows] == ["sdpa", "eager", "cpu", "eager"]
 
 
 def test_every_backend_runs_by_its_own_name(monkeypatch):
@@ -145,15 +144,15 @@ def test_every_backend_runs_by_its_own_name(monkeypatch):
     right = EcoAttention.attend
 
     def listening(self, *args):
-        seen.add(os.environ.get("ECOFORMER_BACKEND"))
-        with forced("eager"):
+        seen.add(asked_for())
+        with use_backend("eager"):
             return right(self, *args)
 
-    allow(monkeypatch, "one", "two")
+    allow(monkeypatch, "cpu", "triton")
     monkeypatch.setattr(EcoAttention, "attend", listening)
     bench()
-    assert seen == {"one", "two", "eager"}  # eager is what both are held against
-    assert "ECOFORMER_BACKEND" not in os.environ
+    assert seen == {"cpu", "triton", "eager"}  # eager is what both are held against
+    assert asked_for() is None
 
 
 def test_unknown_names():

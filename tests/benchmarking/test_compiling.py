@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from ecoformer.backends.choice import asked_for
-from ecoformer.benchmarking.backends import forced
+from ecoformer.backends.choice import asked_for, use_backend
 from ecoformer.benchmarking.compiling import compiled
 from ecoformer.benchmarking.models import Load, bench_models
 from ecoformer.benchmarking.operators import Setting, build_layer, operators_of
@@ -37,7 +36,7 @@ def test_each_keeps_its_backend(compilations):
     results = []
     for name in ("eager", "cpu"):
         run = compiled(call)
-        with forced(name):
+        with use_backend(name):
             results.append(run(torch.zeros(1)).item())
     assert results == [1, 2]
 

@@ -88,12 +88,12 @@ def test_crossover_and_picture(cli, tmp_path):
     assert facts["notes"][-1] == f"wrote {picture}"
 
 
-def test_the_environment_variable_is_read_and_told(cli, monkeypatch):
-    monkeypatch.setenv("ECOFORMER_BACKEND", "eager")
+def test_the_environment_variable_is_read_and_told(cli, backend_variable):
+    backend_variable("eager")
     status, out, _ = cli("attention", *SMALL, *QUICK, "--mechanisms", "eco", "--json")
     assert status == 0
     assert any("ECOFORMER_BACKEND=eager is set" in note for note in json.loads(out)["notes"])
-    monkeypatch.setenv("ECOFORMER_BACKEND", "foo")
+    backend_variable("foo")
     status, _, err = cli("attention", *SMALL, *QUICK)
     assert status == 1
     assert "ECOFORMER_BACKEND must be one of eager, cpu, triton, got 'foo'" in err

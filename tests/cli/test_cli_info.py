@@ -76,21 +76,20 @@ class TestTheMachine:
         assert facts["versions"]["timm"] == timm.__version__
         assert "1 threads" in facts["backends"]["eager"]
 
-    def test_which_backend_runs_and_why(self, info, monkeypatch):
-        monkeypatch.delenv("ECOFORMER_BACKEND", raising=False)
+    def test_which_backend_runs_and_why(self, info, monkeypatch, backend_variable):
         choice = sys.modules["ecoformer.cli.info"]
         monkeypatch.setattr(choice, "cannot_on", lambda name, device: None)
         monkeypatch.setattr(choice, "available", lambda device: ["cpu", "eager"])
         told = info()["backends"]
         assert told["cpu"] == "can run on cpu"
         assert told["for cpu"].startswith("cpu (")
-        monkeypatch.setenv("ECOFORMER_BACKEND", "eager")
+        backend_variable("eager")
         assert info()["backends"]["for cpu"] == "eager (ECOFORMER_BACKEND asks for it)"
-        monkeypatch.setenv("ECOFORMER_BACKEND", "triton")
+        backend_variable("triton")
         assert info()["backends"]["for cpu"].startswith(
             "eager (ECOFORMER_BACKEND asks for triton, which cannot"
         )
-        monkeypatch.delenv("ECOFORMER_BACKEND")
+        backend_variable(None)
         monkeypatch.setattr(choice, "cannot_on", lambda name, device: "numba is not installed")
         monkeypatch.setattr(choice, "available", lambda device: ["eager"])
         told = info()["backends"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
@@ -13,10 +15,47 @@ from ecoformer.backends.fused import Call, HashFunctions, load, warn_once
 
 F = TypeVar("F", bound=Callable[..., Any])
 VARIABLE = "ECOFORMER_BACKEND"
-"""The environment variable that names a backend, whatever would be chosen."""
+"""The environment variable that names the default backend. It is read once, at the first call."""
 PREFERRED = {"cpu": ("cpu",), "cuda": ("triton",)}
 """Fused backends by type of device, best first; eager runs everywhere."""
 NAMES = ("eager", *dict.fromkeys(name for names in PREFERRED.values() for name in names))
+
+
+class _Request(threading.local):
+    """The backend that `use_backend` asks for, in each thread. `torch.compile` guards on it."""
+
+    name: str | None = None
+
+
+_request = _Request()
+
+
+@contextmanager
+def use_backend(name: str | None) -> Iterator[None]:
+    """Compute hashed attention inside the block by the backend `name`: "eager", "cpu" or "triton".
+
+    None asks for the default: the environment variable `ECOFORMER_BACKEND`, else the fastest backend that
+    can run the call. The choice holds for the current thread, as with `torch.no_grad`: neither other threads
+    nor what autograd recomputes in threads of its own see it. Compiled code is compiled again for each name.
+    """
+    before = _request.name
+    _request.name = check_name("backend", name)
+    try:
+        yield
+    finally:
+        _request.name = before
+
+
+def check_name(argument: str, name: str | None) -> str | None:
+    """`name`, which must be None or a known backend."""
+    if name is not None and name not in NAMES:
+        raise ValueError(f"{argument} must be one of {', '.join(NAMES)}, got {name!r}")
+    return name
+
+
+def asked_for(name: str | None = None) -> str | None:
+    """The backend asked for, by `name`, `use_backend` or the environment; None where none is."""
+    return check_name("backend", name) or _request.name or _default()
 
 
 def _constant(function: F) -> F:
@@ -53,12 +92,11 @@ def why_not(name: str, call: Call, needs_grad: bool) -> str | None:
     return _cannot(name, needs_grad, *call.flat())
 
 
-def pick(call: Call, needs_grad: bool) -> str:
-    """The backend for one call: the one asked for, or the first that can run it.
+def pick(call: Call, needs_grad: bool, wanted: str | None) -> str:
+    """The backend for one call: `wanted`, or the first that can run it.
 
     One that was asked for and cannot run gives way to eager with one warning.
     """
-    wanted = asked_for()
     if wanted == "eager":
         return wanted
     for name in _preferred(call.q.device) if wanted is None else (wanted,):
@@ -70,22 +108,21 @@ def pick(call: Call, needs_grad: bool) -> str:
     return "eager"
 
 
-def tell_if_asked(reason: str) -> None:
-    """Say once that the backend that the environment variable names cannot run a call."""
-    wanted = asked_for()
+def tell_if_asked(wanted: str | None, reason: str) -> None:
+    """Warn once that the backend asked for cannot run a call."""
     if wanted not in (None, "eager"):
         _tell(str(wanted), reason)
 
 
 @_constant
-def asked_for() -> str | None:
+def _default() -> str | None:
+    return default_backend()
+
+
+@cache
+def default_backend() -> str | None:
     """The backend that the environment variable names; None where it is unset."""
-    name = os.environ.get(VARIABLE)
-    if not name:
-        return None
-    if name not in NAMES:
-        raise ValueError(f"{VARIABLE} must be one of {', '.join(NAMES)}, got {name!r}")
-    return name
+    return check_name(VARIABLE, os.environ.get(VARIABLE) or None)
 
 
 @_constant

@@ -1,14 +1,12 @@
-"""The backends of hashed attention that can run here, and how one of them is forced."""
+"""The backends of hashed attention that can run here."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 
-from ecoformer.backends.choice import VARIABLE, available, why_not
+from ecoformer.backends.choice import available, why_not
 from ecoformer.backends.fused import DTYPES, Call
 from ecoformer.hashing import Hasher
 
@@ -33,17 +31,3 @@ def _smallest_call(hasher: Hasher, device: torch.device) -> Call | None:
         return None
     token = torch.zeros(1, hasher.num_heads, 1, hasher.head_dim, device=device)
     return Call(token, None, token, None, functions, 2.0, False)
-
-
-@contextmanager
-def forced(name: str) -> Iterator[None]:
-    """Hashed attention by the backend `name`, whatever would be chosen."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = name
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = before

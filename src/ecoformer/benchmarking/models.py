@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ecoformer.attention import Attention, HashedAttention, SoftmaxAttention, attention_class
+from ecoformer.backends.choice import use_backend
 from ecoformer.benchmarking.as_timed import Forward, check_inference, check_training, loss_of
-from ecoformer.benchmarking.backends import forced, hashed_backends
+from ecoformer.benchmarking.backends import hashed_backends
 from ecoformer.benchmarking.checking import hashed_truth, relative_error
 from ecoformer.benchmarking.compiling import compiled
 from ecoformer.benchmarking.energy import EnergyBench
@@ -70,7 +71,7 @@ class Contestant:
 
     def in_backend(self) -> AbstractContextManager[None]:
         """While it is open, hashed attention runs by this backend."""
-        return nullcontext() if self.forced is None else forced(self.forced)
+        return nullcontext() if self.forced is None else use_backend(self.forced)
 
 
 def bench_models(
@@ -191,7 +192,7 @@ def _attending(model: nn.Module, stand_in: StandIn) -> Iterator[list[int]]:
             if q.shape[-2] <= _DENSE_TOKENS:
                 return stand_in(layer, q, k, v, mask, is_causal)
             long.append(q.shape[-2])
-            with forced("eager"):
+            with use_backend("eager"):
                 return own(q, k, v, mask, is_causal)
 
         return attend
@@ -297,7 +298,7 @@ def _checked_as_timed(row: Row, contestant: Contestant, load: Load, inputs: Tens
     """The row with a second check, of what is about to be timed, where a plain run finds the room."""
 
     def plain(samples: Tensor, dtype: torch.dtype | None = load.amp) -> Tensor:
-        backend = nullcontext() if contestant.forced is None else forced("eager")
+        backend = nullcontext() if contestant.forced is None else use_backend("eager")
         with backend, _autocast(samples.device, dtype):
             out: Tensor = contestant.model(samples)
             return out

@@ -21,7 +21,8 @@ from ecoformer.attention import (
     attention_class,
     create_attention,
 )
-from ecoformer.benchmarking.backends import forced, hashed_backends
+from ecoformer.backends.choice import use_backend
+from ecoformer.benchmarking.backends import hashed_backends
 from ecoformer.benchmarking.checking import Call, hashed_truth
 from ecoformer.benchmarking.compiling import compiled
 from ecoformer.benchmarking.explicit import ExplicitAttention
@@ -146,7 +147,7 @@ def _cast(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
 
 def _in_backend(name: str, call: Call) -> Call:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with forced(name):
+        with use_backend(name):
             return call(q, k, v)
 
     return run
