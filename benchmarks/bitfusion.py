@@ -59,7 +59,7 @@ def table() -> list[dict[str, Any]]:
     return rows
 
 
-def model(mechanism: str, code_bits: int = 1) -> dict[str, Any]:
+def model(mechanism: str, code_bits: int | None = None) -> dict[str, Any]:
     """PVTv2-B0 with one mechanism."""
     import timm  # after ecoformer, which mends a torchvision that lacks its operators
 

@@ -56,6 +56,12 @@ def test_layers_are_their_formulas_and_nothing_else_changes(attention: str, loca
     assert (fused.backend, fused.refused, fused.uncounted) == ("cpu", (), ())
 
 
+@pytest.mark.parametrize("bias", ["paper", "tight", "official"])
+def test_every_bias_is_its_formula(bias: Any) -> None:
+    layer = ecoformer.EcoAttention(64, 2, bias=bias)
+    assert _exact(layer, (1, 100, 64), "cpu").total == eco_on_cpu(layer, 1, 100)
+
+
 def test_additions_become_look_ups() -> None:
     with torch.device("meta"):
         model = timm.create_model("ecoformer_pvt_v2_b0", attention="eco")

@@ -12,6 +12,7 @@ from ecoformer.bitfusion import (
     BitFusion,
     Convolution,
     FullyConnected,
+    attention_layer,
     model_work,
     simulate_all,
     simulate_model,
@@ -59,9 +60,31 @@ def test_a_convolution_that_pads_by_itself_is_listed():
     assert len(model_work(nn.Conv2d(3, 4, 3, padding="valid"), (1, 3, 8, 8)).work) == 1
 
 
-def test_hashed_attention_moves_codes_at_one_bit():
+@pytest.mark.parametrize("code_bits", [None, 1, 2])
+@pytest.mark.parametrize(("mechanism", "cycles"), [("softmax", 288_468), ("eco", 67_316)])
+def test_a_layer_and_a_model_of_that_layer_agree(mechanism, cycles, code_bits):
+    model = nn.Sequential(create_attention(mechanism, 32, 1))
+    of_model = simulate_model(model, (1, 784, 32), code_bits=code_bits).total
+    of_layer = simulate_all(attention_layer(mechanism, batch=1, tokens=784, code_bits=code_bits))
+    assert of_layer == of_model
+    assert (of_layer.cycles == cycles) is (mechanism == "softmax" or code_bits is None)
+
+
+def test_projections_stored_as_one_matrix_are_separate_products():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.kv = nn.Linear(8, 8), nn.Linear(8, 16)
+
+        def forward(self, x):
+            return self.q(x) + self.kv(x)[..., :8]
+
+    assert model_work(Layer(), (1, 5, 8)).work == [(FullyConnected(5, 8, 8), 1), (FullyConnected(5, 8, 8), 2)]
+
+
+def test_codes_move_as_activations_or_as_what_they_are():
     layer = create_attention("eco", 32, 2)
-    work = layer_of(model_work(nn.Sequential(layer), (3, 100, 32)), "0").work
+    work = layer_of(model_work(nn.Sequential(layer), (3, 100, 32), code_bits=1), "0").work
     assert work == [
         (FullyConnected(300, 16, 25), 2),  # hash functions of two heads, over all samples
         (FullyConnected(300, 25, 16), 2),
@@ -71,12 +94,14 @@ def test_hashed_attention_moves_codes_at_one_bit():
     ]
     wider = layer_of(model_work(nn.Sequential(layer), (3, 100, 32), bits=4, code_bits=2), "0").work
     assert wider[2] == (FullyConnected(16, 100, 16, 2, 4), 6)
+    usual = layer_of(model_work(nn.Sequential(layer), (3, 100, 32), bits=4), "0").work
+    assert usual[2] == (FullyConnected(16, 100, 16, 4, 4), 6)
 
 
 def test_softmax_attention_of_each_sample_and_head():
     layer = create_attention("softmax", 32, 2)
     work = model_work(nn.Sequential(layer), (3, 100, 32), bits=(8, 4))
-    assert layer_of(work, "0.qkv").work == [(FullyConnected(300, 32, 96, 8, 4), 1)]
+    assert layer_of(work, "0.qkv").work == [(FullyConnected(300, 32, 32, 8, 4), 3)]
     # Keys and values are activations, whichever side they stand on.
     assert layer_of(work, "0").work == [
         (FullyConnected(100, 16, 100, 8, 8), 6),
@@ -122,7 +147,7 @@ def test_hash_functions(name, settings, hashing):
     layer = create_attention(name, 32, 2, **settings)
     work = attend_work(layer, Sizes(3, 2, 100, 16))
     assert work[:-3] == hashing
-    assert work[-2] == (FullyConnected(100, layer.hasher.bits, 16, 1, 8), 6)
+    assert work[-2] == (FullyConnected(100, layer.hasher.bits, 16), 6)
 
 
 def test_every_mechanism_has_its_products():

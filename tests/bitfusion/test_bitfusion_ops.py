@@ -143,7 +143,7 @@ def test_other_refusals():
     with pytest.raises(ValueError, match="times must be a whole number from 0"):
         simulate_all([(FullyConnected(1, 1, 1), -1)])
     for layer in (printed_layer, attention_layer):
-        with pytest.raises(ValueError, match=r'mechanism must be "softmax" or "eco", got "?\'?nope'):
+        with pytest.raises(ValueError, match="nope"):
             layer("nope")
     with pytest.raises(ValueError, match="tokens must be a whole number"):
         attention_layer("eco", tokens=0)

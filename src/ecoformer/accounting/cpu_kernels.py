@@ -63,5 +63,6 @@ class CpuKernels:
         dtype, q, v = v.dtype, q.float(), v.float()
         heads = Heads(q.shape[0], q.shape[1], q.shape[2], q.shape[3])
         flags = 0 if key_padding_mask is None else key_padding_mask.numel()
-        counting.add(operator(heads, layer.hasher.bits, samples_of(layer)) + Counts(bytes=flags))
+        work = operator(heads, layer.hasher.bits, samples_of(layer), own_value=layer.bias == "official")
+        counting.add(work + Counts(bytes=flags))
         return empty_out(q, v).to(dtype)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from .array import BitFusion
 from .energy import EnergyParts, EnergyTable
-from .model import LayerWork, ModelResult, ModelWork, model_work, simulate_model
+from .model import LayerWork, ModelResult, ModelWork, attention_layer, model_work, simulate_model
 from .ops import Convolution, FullyConnected, Op
 from .paper_table import printed_table, printed_work
 from .simulation import PAPER_ARRAY, DramBits, Result, Tiling, Total, simulate, simulate_all
-from .workloads import attention_layer, printed_layer
+from .workloads import printed_layer
 
 __all__ = [
     "PAPER_ARRAY",

@@ -31,7 +31,7 @@ class Sizes:
     channels: int
     activation_bits: int = 8
     weight_bits: int = 8
-    code_bits: int = 1
+    code_bits: int = 8
 
     @property
     def groups(self) -> int:

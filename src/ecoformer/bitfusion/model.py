@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 
 from ecoformer.accounting.foreign import attending, with_parts
 from ecoformer.accounting.parts import Parts
 from ecoformer.accounting.shapes import Call, trace
-from ecoformer.attention import Attention
+from ecoformer.attention import Attention, attention_class, create_attention
 from ecoformer.attention.local import LocalBranch
 from ecoformer.conversion.layers import Found, find_layers
 from ecoformer.running import NOT_TAKEN, not_taken
@@ -26,12 +27,22 @@ from .ops import Convolution, FullyConnected
 from .simulation import PAPER_ARRAY, Total, simulate_all
 from .workloads import Work
 
-__all__ = ["NOT_SIMULATED", "LayerWork", "ModelResult", "ModelWork", "model_work", "simulate_model"]
+__all__ = [
+    "NOT_SIMULATED",
+    "LayerWork",
+    "ModelResult",
+    "ModelWork",
+    "attention_layer",
+    "model_work",
+    "simulate_model",
+]
 
 NOT_SIMULATED = "normalisation, activations, softmax, signs, residual sums, pooling, embeddings"
 """What the array does not compute, so that no figure includes it."""
 
 _ELSEWHERE = (nn.LayerNorm, nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.Embedding, nn.PReLU)
+_FUSED = {"qkv": 3, "kv": 2}
+"""Projections that layers store as one matrix, by the usual names."""
 Bits = int | tuple[int, int]
 
 
@@ -103,14 +114,16 @@ def simulate_model(
     input_size: Any,
     *,
     bits: Bits = 8,
-    code_bits: int = 1,
+    code_bits: int | None = None,
     array: BitFusion = PAPER_ARRAY,
 ) -> ModelResult:
     """Cycles and energy of one forward pass of `model`; the arguments are those of `model_work`."""
     return ModelResult(model_work(model, input_size, bits=bits, code_bits=code_bits), array)
 
 
-def model_work(model: nn.Module, input_size: Any, *, bits: Bits = 8, code_bits: int = 1) -> ModelWork:
+def model_work(
+    model: nn.Module, input_size: Any, *, bits: Bits = 8, code_bits: int | None = None
+) -> ModelWork:
     """The matrix products and convolutions of one forward pass, layer by layer.
 
     Nothing is computed: the model runs on meta tensors, its weights stay where they are. Every layer reads
@@ -122,10 +135,15 @@ def model_work(model: nn.Module, input_size: Any, *, bits: Bits = 8, code_bits: 
             arguments.
         bits: of activations and weights, one number or (activations, weights). Keys, values and sums over
             them are activations, whichever side of the array they stand on.
-        code_bits: of the codes of hashed attention.
+        code_bits: of one bit of a code in hashed attention. Default: as activations, which is the paper's
+            reading (its printed rows sum 8-bit operands over the keys); 1 moves codes as what they are.
+
+    Projections of queries, keys and values are separate products, as in the paper, also where a module
+    stores them as one matrix (`qkv` or `kv`).
     """
     of_activations, of_weights = pair("bits", bits)
-    widths = (of_activations, of_weights, whole("code_bits", code_bits))
+    of_codes = of_activations if code_bits is None else whole("code_bits", code_bits)
+    widths = (of_activations, of_weights, of_codes)
     try:
         calls = trace(model, input_size)
     except NOT_TAKEN as error:
@@ -140,6 +158,28 @@ def model_work(model: nn.Module, input_size: Any, *, bits: Bits = 8, code_bits: 
         elif work:
             layers.append(LayerWork(call.name, kind, parts.of(call.name), work))
     return ModelWork(type(model).__name__, tuple(layers), tuple(dict.fromkeys(uncounted)))
+
+
+def attention_layer(
+    mechanism: str,
+    *,
+    batch: int = 16,
+    tokens: int = 3136,
+    dim: int = 32,
+    code_bits: int | None = None,
+    **settings: Any,
+) -> Work:
+    """The products of one attention layer with one head; by default of the paper's hardware table.
+
+    The work is what `model_work` finds in a model of this one layer. Other keyword arguments are settings of
+    the mechanism, such as `bits` and `support` of "eco".
+    """
+    batch, tokens, dim = whole("batch", batch), whole("tokens", tokens), whole("dim", dim)
+    if attention_class(mechanism).sized_by_tokens:
+        settings.setdefault("seq_len", tokens)
+    with torch.device("meta"):
+        layer = create_attention(mechanism, dim, 1, **settings)
+    return model_work(layer, (batch, tokens, dim), code_bits=code_bits).work
 
 
 def _brief(total: Total) -> dict[str, Any]:
@@ -157,8 +197,9 @@ def _work_of(call: Call, found: Found | None, latest: Mapping[str, Call], widths
         batch, tokens = call.inputs[0], call.inputs[-2]
         return attend_work(module, Sizes(batch, module.num_heads, tokens, module.head_dim, *widths))
     if isinstance(module, nn.Linear):
-        rows = math.prod(call.inputs[:-1])
-        return [(FullyConnected(rows, module.in_features, module.out_features, *widths[:2]), 1)]
+        rows, parts = math.prod(call.inputs[:-1]), _FUSED.get(call.name.rpartition(".")[2], 1)
+        parts = 1 if module.out_features % parts else parts
+        return [(FullyConnected(rows, module.in_features, module.out_features // parts, *widths[:2]), parts)]
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return _convolution(call, module, widths)
     if isinstance(module, LocalBranch):

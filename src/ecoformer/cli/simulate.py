@@ -44,6 +44,10 @@ Picture = Annotated[
     Path | None,
     typer.Option("--figure", help="Draw where time and energy go: .png, .svg or .pdf.", callback=target),
 ]
+CodeBits = Annotated[
+    int | None,
+    typer.Option(help="Bits that move one bit of a code. Default: as activations, as in the paper.", min=1),
+]
 Compare = Annotated[str | None, typer.Option(help="Mechanisms side by side: `softmax,eco`.")]
 
 
@@ -119,10 +123,11 @@ def conv(
 
 @simulate.command()
 def layer(
-    attention: Annotated[str, typer.Argument(help="`softmax` or `eco`.")] = "eco",
+    attention: Annotated[str, typer.Argument(help="A mechanism, such as `softmax` or `eco`.")] = "eco",
     compare: Compare = None,
     batch: Annotated[int, typer.Option(help="Samples.")] = 16,
     tokens: Annotated[int, typer.Option(help="Tokens of a sample.")] = 3136,
+    code_bits: CodeBits = None,
     array: Array = None,
     sweep: Annotated[str | None, typer.Option(help="`tokens=196,784,3136`, or batch.")] = None,
     figure: Picture = None,
@@ -133,12 +138,9 @@ def layer(
     Example: `ecoformer simulate layer eco --sweep tokens=196,784,3136`
     """
     names, chosen, runs = names_in(compare, "--compare") or [attention], _array(array), []
-    unknown = [name for name in names if name not in ("softmax", "eco")]
-    if unknown:
-        raise ValueError(f"the layer must be softmax or eco, got {unknown[0]!r}")
     for name in names:
         for about, sizes in swept(sweep, {"batch": batch, "tokens": tokens}):
-            total = simulate_all(attention_layer(name, **sizes), chosen)
+            total = simulate_all(attention_layer(name, code_bits=code_bits, **sizes), chosen)
             runs.append(Run({"attention": name} | about, total, total.to_dict()))
     draw(runs, figure)
     show(runs, as_json, many=sweep is not None or compare is not None)
@@ -160,7 +162,7 @@ def model(
     tokens: Annotated[int | None, typer.Option(help="Tokens of the text, for text models.", min=1)] = None,
     batch: Annotated[int, typer.Option(help="Samples.", min=1)] = 1,
     bits: Bits = "8x8",
-    code_bits: Annotated[int, typer.Option(help="Bits that a code's bit is moved as.", min=1)] = 1,
+    code_bits: CodeBits = None,
     array: Array = None,
     sweep: Annotated[str | None, typer.Option(help="`resolution=224,448`, or tokens, or batch.")] = None,
     figure: Picture = None,
