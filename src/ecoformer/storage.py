@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
 import stat
 from collections.abc import Hashable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ecoformer.arguments import one_line
+from ecoformer.files import replacing
 
 __all__ = [
     "CheckpointError",
@@ -28,7 +27,6 @@ __all__ = [
     "load_into",
     "read",
     "read_config",
-    "to_disk",
     "write",
 ]
 
@@ -204,55 +202,13 @@ def _replace(target: Path, tensors: dict[str, Tensor], metadata: dict[str, str])
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    temporary = target.with_name(f".ecoformer-{secrets.token_hex(8)}.tmp")
-    try:
-        mode = _reserve(temporary, target)
+    with replacing(target) as temporary:
         try:
             save_file(tensors, temporary, metadata=metadata)
         except SafetensorError as error:
             raise OSError(f"could not write {target}: {one_line(error)}") from error
-        with open(temporary, "rb+") as file:
+        with open(temporary, "rb") as file:
             _read_envelope(file, str(target))  # a file cut short must not replace a good one
-            os.chmod(temporary, mode)
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    finally:
-        with suppress(OSError):
-            os.unlink(temporary)
-    _sync_folder(target.parent)
-
-
-def _reserve(temporary: Path, target: Path) -> int:
-    """Create the temporary file and return the permissions that the finished one is to have.
-
-    Only a file made the ordinary way shows the umask safely; safetensors then makes its own, private to us.
-    """
-    try:
-        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(target)) from None
-    try:
-        mode = os.fstat(descriptor).st_mode
-    finally:
-        os.close(descriptor)
-    with suppress(FileNotFoundError):
-        mode = os.stat(target).st_mode
-    return mode & 0o777
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name last through a power cut; some systems do not let a folder be synced."""
-    with suppress(OSError):
-        to_disk(folder)
-
-
-def to_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _open(path: str) -> BinaryIO:

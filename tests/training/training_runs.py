@@ -116,8 +116,8 @@ def file_operations(folder: Path, act) -> None:
 
     def hook(event, args):
         nonlocal count
-        writes = event == "open" and str(args[0]).startswith(inside) and isinstance(args[1], str)
-        if (writes and set(args[1]) & set("wa+")) or event in {
+        writes = event == "open" and str(args[0]).startswith(inside) and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if writes or event in {
             "os.rename",
             "os.remove",
             "os.rmdir",

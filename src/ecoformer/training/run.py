@@ -18,13 +18,14 @@ from ecoformer.benchmarking.results import hardware
 from ecoformer.checkpoints import load
 from ecoformer.data import load as load_data
 from ecoformer.data.splits import Arrays, Splits
+from ecoformer.files import replace_text
 from ecoformer.training.devices import is_first_process, one_process_first
 from ecoformer.training.display import Display
 from ecoformer.training.loading import measured_batches
 from ecoformer.training.loop import Interrupted, Trainer
 from ecoformer.training.measuring import figures, judge
 from ecoformer.training.recipe import Recipe, changed, load_recipe
-from ecoformer.training.state import RunFolder, replace_text
+from ecoformer.training.state import RunFolder
 from ecoformer.training.tasks import Task
 
 

@@ -15,13 +15,15 @@ import shutil
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import yaml
 from torch import Tensor
 
-from ecoformer.storage import CheckpointError, read, to_disk, write
+from ecoformer.files import TEMPORARY, append_text, replace_text, to_disk
+from ecoformer.storage import CheckpointError, read, write
 from ecoformer.training.recipe import Recipe, as_yaml, checked
 
 MANIFEST = "manifest.json"
@@ -94,9 +96,9 @@ class RunFolder:
     def begin(self, recipe: Recipe, changes: Iterable[str] = ()) -> None:
         """Make the folder, and write down what the run is."""
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        for change in changes:
-            with self.changes_file.open("a", encoding="utf-8") as file:
-                file.write(change + "\n")
+        append_text(self.changes_file, "".join(f"{change}\n" for change in changes))
+        for left_by_a_kill in self.path.glob(TEMPORARY):
+            left_by_a_kill.unlink()
         replace_text(self.recipe_file, as_yaml(recipe))
 
     def changes(self) -> list[str]:
@@ -166,8 +168,7 @@ class RunFolder:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Add one line to the metrics."""
-        with self.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        append_text(self.metrics_file, json.dumps(record) + "\n")
 
 
 def prepare(folder: RunFolder, step: int) -> Path:
@@ -236,16 +237,6 @@ def read_progress(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return progress, tensors
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a text file as a whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-
-
 def _checksum(file: Path) -> str:
     with file.open("rb") as stream:
         digest = hashlib.sha256()
@@ -256,7 +247,10 @@ def _checksum(file: Path) -> str:
 
 def _barely_begun(path: Path) -> bool:
     """Whether a folder is what a run leaves that is killed before it has written its recipe."""
-    return path.is_dir() and {entry.name for entry in path.iterdir()} <= {"checkpoints", ".recipe.yaml.part"}
+    if not path.is_dir():
+        return False
+    names = (entry.name for entry in path.iterdir())
+    return all(name == "checkpoints" or fnmatch(name, TEMPORARY) for name in names)
 
 
 def differences(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:

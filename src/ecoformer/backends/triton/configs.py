@@ -19,6 +19,7 @@ import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 
 from ecoformer.backends.triton import plans
+from ecoformer.files import replace_text
 
 Step = Literal["gather", "read", "gather_grad", "token_grad"]
 STEPS: tuple[Step, ...] = ("gather", "read", "gather_grad", "token_grad")
@@ -204,9 +205,7 @@ def remember(sizes: Sizes, device: torch.device, configs: dict[Step, Config]) ->
     entry.update({step: list(config) for step, config in configs.items()})
     path = cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps(table, indent=1, sort_keys=True))
-    temporary.replace(path)
+    replace_text(path, json.dumps(table, indent=1, sort_keys=True))
     _best.cache_clear()
     plans.forget()
     return path
