@@ -12,6 +12,8 @@ from ecoformer import (
     KernelHasher,
     LshHasher,
     RefitHashers,
+    SignHasher,
+    UnfittedHasherError,
     fit_hashers,
     fitting,
     hashers_of,
@@ -255,12 +257,26 @@ MISTAKES = {
 def test_mistakes(mistake):
     make, batches, kwargs, error, message = MISTAKES[mistake]
     model = make()
-    before = modes(model)
+    before, functions = modes(model), copy.deepcopy(state(model))
     with pytest.raises(error, match=message) as caught:
         fit(model, batches, **kwargs)
     assert "\n" not in str(caught.value)
     assert modes(model) == before
     assert hooks(model) == 0
+    assert same(model, functions)
+    assert not any(hasher.is_fitted for hasher in hashers_of(model).values())
+
+
+@pytest.mark.parametrize("hasher", [KernelHasher(2, 4, support=3), LshHasher(2, 4), SignHasher(2, 4)])
+def test_memory_without_content_is_not_fitted(hasher):
+    tokens = data().view(6, 10, 2, 4).transpose(1, 2)
+    fitted = copy.deepcopy(hasher).fit(tokens, options=QUICK)
+    empty = copy.deepcopy(fitted).to("meta").to_empty(device="cpu")
+    assert not empty.is_fitted
+    with pytest.raises(UnfittedHasherError, match="fit"):
+        empty(tokens)
+    empty.load_state_dict(fitted.state_dict())
+    assert torch.equal(empty(tokens), fitted(tokens))
 
 
 def test_drawn_hashers_are_left_alone_by_models_and_drawn_anew_by_fit():

@@ -44,6 +44,7 @@ class PerformerAttention(Attention):
         kwargs: those of `Attention`.
     """
 
+    own = ("local", "projection")
     projection: Tensor
 
     def __init__(
@@ -60,6 +61,8 @@ class PerformerAttention(Attention):
         self.projection.copy_(self._draw(seed))
 
     def _draw(self, seed: int | None) -> Tensor:
+        if next(self.parameters()).is_meta:  # no numbers are kept there, however many are asked for
+            return torch.empty(self.features, self.head_dim, device="meta")
         return orthogonal_gaussian(self.features, self.head_dim, seed)
 
     def attend(

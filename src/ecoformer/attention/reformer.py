@@ -43,6 +43,7 @@ class ReformerAttention(Attention):
 
     shared_qk = True
     has_weights = True
+    own = ("local", "rotations")
     rotations: Tensor
 
     def __init__(
@@ -65,8 +66,12 @@ class ReformerAttention(Attention):
             raise ValueError(f"max_buckets must be even and at least 2, got {max_buckets}")
         self.bucket_size, self.rounds, self.max_buckets = bucket_size, rounds, max_buckets
         shape = (self.head_dim, rounds, max_buckets // 2)
-        rotations = torch.randn(shape, generator=seeded(seed), dtype=torch.float32, device="cpu")
-        self.register_buffer("rotations", rotations.to(next(self.parameters())))
+        weight = next(self.parameters())
+        if weight.is_meta:  # no numbers are kept there, however many are asked for
+            rotations = torch.empty(shape, device="meta")
+        else:
+            rotations = torch.randn(shape, generator=seeded(seed), dtype=torch.float32, device="cpu")
+        self.register_buffer("rotations", rotations.to(weight))
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, is_causal: bool

@@ -21,6 +21,12 @@ from ecoformer.hashing.solver import FitOptions, Tick
 from ecoformer.randomness import seeded
 
 
+def wide_dtype() -> torch.dtype:
+    """The default dtype, or fp32 where that is half precision: hash functions need it."""
+    default = torch.get_default_dtype()
+    return torch.float32 if default.itemsize < 4 else default
+
+
 class UnfittedHasherError(RuntimeError):
     """Codes were asked of a hasher that has learned nothing yet."""
 
@@ -164,15 +170,25 @@ class Hasher(nn.Module):
             f"fitted={bool(self.fitted) if self.fitted.device.type != 'meta' else 'meta'}"
         )
 
+    @property
+    def is_fitted(self) -> bool:
+        """Whether there are hash functions to compute codes with."""
+        return self._known_fitted or (not self.fitted.is_meta and bool(self.fitted))
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Keep the hash functions in fp32 when the model goes to half precision: they are small and exact."""
+        was_meta = self.fitted.is_meta
 
         def keep_wide(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             halved = moved.dtype in (torch.float16, torch.bfloat16)
             return tensor.to(moved.device) if halved and tensor.is_floating_point() else moved
 
-        return super()._apply(keep_wide, recurse)  # type: ignore[no-untyped-call, no-any-return]
+        super()._apply(keep_wide, recurse)  # type: ignore[no-untyped-call]
+        if was_meta and not self.fitted.is_meta:  # `to_empty`: the memory holds no hash functions yet
+            self.fitted.fill_(False)
+            self._known_fitted = False
+        return self
 
     def _bare(self) -> bool:
         """Whether `forward` is nothing but the sign of `project`, of fitted hash functions in fp32."""
@@ -201,7 +217,7 @@ class Hasher(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._known_fitted = self.fitted.device.type != "meta" and bool(self.fitted)
+        self._known_fitted = not self.fitted.is_meta and bool(self.fitted)
 
     def _check(self, tokens: Tensor, key_padding_mask: Tensor | None) -> None:
         expected = f"(B, {self.num_heads}, N, {self.head_dim})"

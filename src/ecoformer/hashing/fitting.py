@@ -123,13 +123,13 @@ def fit_hashers(
             fitting(model, seed=seed, options=options, group=group, tick=tick) as done,
         ):
             (forward or run)(model, move(batch, anything.device))
-    except BaseException:  # all or none: a model fitted by half would be taken for a fitted one
+        missed = [name for name in hashers_of(model) if name not in done]
+        if missed:
+            raise RuntimeError(f"the forward pass never reached these hashers: {', '.join(missed)}")
+    except BaseException:  # all or none: a partly fitted model could be mistaken for a fitted one
         for hasher, state in before.items():
             hasher.load_state_dict(state)
         raise
-    missed = [name for name in hashers_of(model) if name not in done]
-    if missed:
-        raise RuntimeError(f"the forward pass never reached these hashers: {', '.join(missed)}")
     return done
 
 

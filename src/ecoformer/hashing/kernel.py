@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ecoformer.arguments import shape
 from ecoformer.backends.hashing import HashFunctions, project, squared_distances, unit_length
 from ecoformer.functional import Surrogate
-from ecoformer.hashing.base import Hasher
+from ecoformer.hashing.base import Hasher, wide_dtype
 from ecoformer.hashing.pairs import CosineLabels, Labels, SparseLabels, find_pairs
 from ecoformer.hashing.solver import FitOptions, Tick, learn_bits
 from ecoformer.hashing.support import draw_support, spread_support
@@ -82,10 +82,11 @@ class KernelHasher(Hasher):
         if sigma not in ("stored", "input"):
             raise ValueError(f'sigma must be "stored" or "input", got {sigma!r}')
         self.support, self.sigma_from, self.trainable = support, sigma, trainable
-        self.register_buffer("support_samples", torch.zeros(num_heads, support, head_dim))
-        self.register_buffer("mean", torch.zeros(num_heads, support))
-        self.register_buffer("sigma", torch.ones(num_heads))
-        weight = torch.zeros(num_heads, support, bits)
+        dtype = wide_dtype()
+        self.register_buffer("support_samples", torch.zeros(num_heads, support, head_dim, dtype=dtype))
+        self.register_buffer("mean", torch.zeros(num_heads, support, dtype=dtype))
+        self.register_buffer("sigma", torch.ones(num_heads, dtype=dtype))
+        weight = torch.zeros(num_heads, support, bits, dtype=dtype)
         if trainable:
             self.weight = nn.Parameter(weight)
         else:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ecoformer.backends.hashing import Hyperplanes, project
 from ecoformer.functional import Surrogate
-from ecoformer.hashing.base import Hasher
+from ecoformer.hashing.base import Hasher, wide_dtype
 from ecoformer.hashing.kernel import unit_length
 from ecoformer.hashing.solver import FitOptions, Tick
 from ecoformer.randomness import seeded
@@ -55,13 +55,14 @@ class LshHasher(_DrawnHasher):
         sign_of_zero: int = 1,
     ) -> None:
         super().__init__(num_heads, head_dim, bits, surrogate=surrogate, sign_of_zero=sign_of_zero)
-        self.register_buffer("planes", torch.zeros(num_heads, head_dim, bits))
+        self.register_buffer("planes", torch.zeros(num_heads, head_dim, bits, dtype=wide_dtype()))
         self.draw(seeded(seed))
         self._set_fitted()
 
     def draw(self, generator: torch.Generator) -> None:
         """New hyperplanes."""
-        self.planes.copy_(torch.randn(self.planes.shape, generator=generator, device="cpu"))
+        if not self.planes.is_meta:
+            self.planes.copy_(torch.randn(self.planes.shape, generator=generator, device="cpu"))
 
     def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
         """Unit tokens' products with the hyperplanes' normals."""
@@ -113,14 +114,14 @@ class SignHasher(_DrawnHasher):
             )
         self.features = features
         if features == "fourier":
-            self.register_buffer("frequencies", torch.zeros(num_heads, head_dim, bits))
-            self.register_buffer("phases", torch.zeros(num_heads, 1, bits))
+            self.register_buffer("frequencies", torch.zeros(num_heads, head_dim, bits, dtype=wide_dtype()))
+            self.register_buffer("phases", torch.zeros(num_heads, 1, bits, dtype=wide_dtype()))
         self.draw(seeded(seed))
         self._set_fitted()
 
     def draw(self, generator: torch.Generator) -> None:
         """New random features, where there are any."""
-        if self.features == "fourier":
+        if self.features == "fourier" and not self.phases.is_meta:
             self.frequencies.copy_(torch.randn(self.frequencies.shape, generator=generator, device="cpu"))
             self.phases.copy_(2 * math.pi * torch.rand(self.phases.shape, generator=generator, device="cpu"))
 
