@@ -11,7 +11,7 @@ from torch import nn
 
 import ecoformer
 from ecoformer import CheckpointError, storage
-from ecoformer.conversion.verb import RECORD
+from ecoformer.conversion.convert import RECORD
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")

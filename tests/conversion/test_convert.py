@@ -379,3 +379,40 @@ def test_a_seed_is_raised_by_one_a_layer():
     planes = [[h.planes for h in hashers_of(model).values()] for model in (first, second)]
     assert torch.equal(planes[0][1], planes[1][0])
     assert not torch.equal(planes[0][0], planes[0][1])
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "settings"),
+    [
+        ("eco", {"bits": 8, "support": 5}),
+        ("eco", {"bits": 8, "support": 5, "trainable": True}),
+        ("klsh_eco", {"support": 5}),
+        ("lsh_eco", {}),
+        ("bi_eco", {"bits": 12}),
+        ("performer", {"features": 9}),
+        ("reformer", {"bucket_size": 2}),
+        ("linformer", {"k": 3, "seq_len": 8}),
+    ],
+)
+def test_what_a_mechanism_has_learned_survives_its_own_conversion(mechanism, settings):
+    model, x = vit(class_token=False, global_pool="avg"), images(16, 32)
+    convert(model, mechanism, **settings)
+    if hashers_of(model):
+        ecoformer.fit_hashers(model, [x], options=FitOptions(steps=2, pairs=2), progress=False)
+    before = model(x)
+    report = convert(model, mechanism, **settings)
+    assert torch.equal(model(x), before)
+    assert not any("not fitted" in note for note in report.notes)
+    assert all(layer.left_behind == () for layer in report.replaced)
+    if mechanism in ("lsh_eco", "performer"):
+        convert(model, mechanism, **settings, seed=3)
+        assert not torch.equal(model(x), before)
+
+
+def test_hash_functions_of_other_sizes_or_kinds_are_not_kept():
+    model, x = vit(), images(16, 32)
+    convert(model, "eco", bits=8, support=5)
+    ecoformer.fit_hashers(model, [x], options=FitOptions(steps=2, pairs=2), progress=False)
+    for mechanism, settings in (("eco", {"bits": 12, "support": 5}), ("klsh_eco", {"support": 5})):
+        report = convert(copy.deepcopy(model), mechanism, **settings)
+        assert any("not fitted" in note for note in report.notes)

@@ -250,6 +250,13 @@ def test_torchs_encoder(batch_first, norm_first, training, mask):
         assert model(x, **masks).isfinite().all()
 
 
+def test_only_converted_encoders_lose_their_short_cut():
+    pair = nn.ModuleList([encoder(), encoder()])
+    assert pair[1].use_nested_tensor
+    convert(pair, "softmax", layers="0.*")
+    assert [model.use_nested_tensor for model in pair] == [False, True]
+
+
 def test_torchs_encoder_learns():
     model, x = encoder(), tokens()
     convert(model, "eco", support=5)

@@ -14,8 +14,10 @@ from ecoformer.attention.splitting import SharesTokens
 from ecoformer.attention.weights import (
     Projections,
     carry_over,
+    carry_parts,
     carry_trainability,
     projections_of,
+    shared_parts,
     unread_parameters,
 )
 
@@ -103,11 +105,12 @@ class Attention(SharesTokens, nn.Module):
     @classmethod
     @torch.no_grad()
     def from_softmax(cls, layer: nn.Module, **kwargs: Any) -> Self:
-        """A layer that starts from the weights of another layer; a hasher is still to be fitted.
+        """A layer that starts from the weights of another layer.
 
         `layer` is an `nn.MultiheadAttention`, one of our mechanisms, or a layer with `qkv`, `proj` and
-        `num_heads` like timm's. A local branch comes along. Device, dtype and mode are kept; tokens are
-        (B, N, dim), whatever `batch_first` was.
+        `num_heads` like timm's. A local branch and fitted hash functions are kept where both layers have them
+        in the same shapes; `seed=` asks for new random draws instead. Device, dtype and mode are kept; tokens
+        are (B, N, dim), whatever `batch_first` was.
         """
         source = projections_of(layer)
         more = unread_parameters(layer, source, layer.own if isinstance(layer, Attention) else ())
@@ -119,8 +122,10 @@ class Attention(SharesTokens, nn.Module):
         if branch is not None:
             kwargs.setdefault("local", branch.size)
         new = cls.from_projections(source, **kwargs).train(layer.training)
-        if branch is not None and new.local is not None and new.local.size == branch.size:
-            new.local.load_state_dict(branch.state_dict())
+        if isinstance(layer, Attention):
+            redrawn = kwargs.get("seed") is not None
+            parts = shared_parts(layer, new)
+            carry_parts(layer, new, [part for part in parts if part == "local" or not redrawn])
         return new
 
     def attend(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -141,6 +143,39 @@ def carry_over(source: Projections, target: Attention) -> None:
                 part.zero_() if bias is None else part.copy_(bias)
     if source.out is not None and isinstance(target.proj, nn.Linear):
         _copy(target.proj, source.out, source.out_bias)
+
+
+def shared_parts(source: Attention, target: Attention) -> list[str]:
+    """What both mechanisms have besides the projections, in the same shapes, such as hash functions."""
+    names = []
+    for name in source.own:
+        old, new = getattr(source, name, None), getattr(target, name, None)
+        if isinstance(old, nn.Module) and isinstance(new, nn.Module):
+            fits = type(old) is type(new) and _shapes(old) == _shapes(new)
+        elif isinstance(old, Tensor) and isinstance(new, Tensor):
+            fits = type(source) is type(target) and old.shape == new.shape
+        else:
+            fits = False
+        names += [name] if fits else []
+    return names
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in module.state_dict().items()}
+
+
+def carry_parts(source: Attention, target: Attention, names: Iterable[str]) -> None:
+    """Copy the named parts of one mechanism into another."""
+    for name in names:
+        old, new = getattr(source, name), getattr(target, name)
+        if isinstance(old, nn.Module):
+            new.load_state_dict(old.state_dict())
+            trainable = {key: parameter.requires_grad for key, parameter in old.named_parameters()}
+            for key, parameter in new.named_parameters():
+                parameter.requires_grad_(trainable.get(key, True))
+        else:
+            new.data.copy_(old)
+            new.requires_grad_(old.requires_grad)
 
 
 def carry_trainability(source: Projections, target: Attention) -> None:

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from ecoformer.checkpoints.structure import structure
-from ecoformer.conversion import convert
+from ecoformer.conversion.convert import RECORD, reapply
 from ecoformer.conversion.rules import known_modules
-from ecoformer.conversion.verb import RECORD
 from ecoformer.storage import CheckpointError
 
 _OURS = {
@@ -85,6 +84,7 @@ def _architecture(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]
         return {"library": "ecoformer", "name": cls.__name__, "arguments": known | arguments}
     if cls.__module__ in _known_modules() and hasattr(model, "config"):
         config = json.loads(anything.config.to_json_string(use_diff=False))
+        config.pop("quantization_config", None)  # the conversions, which are described apart
         implementation = getattr(anything.config, "_attn_implementation", None)
         implementation = implementation if implementation in _IMPLEMENTATIONS else None
         return {
@@ -125,7 +125,7 @@ def check_description(description: Any, source: str) -> None:
     names = {"library": built["library"], "arguments": arguments, "attention": description.get("attention")}
     if not isinstance(arguments, dict) or not isinstance(names["attention"], dict):
         raise CheckpointError(f"{source} is damaged: its description is not what ecoformer.save writes")
-    if ":" in built["name"] or _leads_elsewhere(arguments) or _leads_elsewhere(built.get("config")):
+    if ":" in built["name"] or leads_elsewhere(arguments) or leads_elsewhere(built.get("config")):
         raise CheckpointError(f"{source} names files or code other than itself, which are not opened")
     if built.get("attention") not in _IMPLEMENTATIONS:
         raise CheckpointError(
@@ -137,13 +137,13 @@ def check_description(description: Any, source: str) -> None:
             raise CheckpointError(f"{source} is damaged: it does not say how layers were converted")
 
 
-def _leads_elsewhere(value: Any) -> bool:
+def leads_elsewhere(value: Any) -> bool:
     """Whether arguments or a config would make a library open other files, download, or import code."""
     if isinstance(value, dict):
         named = any(key in _NEVER or str(key).endswith("attn_implementation") for key in value)
-        return named or any(_leads_elsewhere(item) for item in value.values())
+        return named or any(leads_elsewhere(item) for item in value.values())
     if isinstance(value, (list, tuple)):
-        return any(_leads_elsewhere(item) for item in value)
+        return any(leads_elsewhere(item) for item in value)
     return isinstance(value, str) and value.startswith(
         ("hf-hub:", "hf_hub:", "local-dir:", "http:", "https:")
     )
@@ -171,16 +171,8 @@ def rebuild(description: dict[str, Any]) -> nn.Module:
 def prepare(model: nn.Module, description: dict[str, Any]) -> nn.Module:
     """Do to a bare model what was done to the described one."""
     for record in description["conversions"]:
-        for layer, settings in record["layers"].items():
-            convert(model, record["mechanism"], layers=[_escape(layer)], **_tuples(settings))
-    if description["conversions"]:
-        setattr(model, RECORD, list(description["conversions"]))
+        reapply(model, record["mechanism"], record["layers"])
     return model
-
-
-def _escape(name: str) -> str:
-    """A layer's name as a pattern that only it matches."""
-    return "".join(f"[{c}]" if c in "[*?" else c for c in name)
 
 
 def _tuples(arguments: dict[str, Any]) -> dict[str, Any]:

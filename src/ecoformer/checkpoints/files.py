@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from ecoformer import storage
 from ecoformer.arguments import one_line
+from ecoformer.checkpoints import folders
 from ecoformer.checkpoints.describe import check_description, describe, prepare, rebuild
 from ecoformer.checkpoints.structure import difference, structure
-from ecoformer.conversion.verb import RECORD, unwrapped
+from ecoformer.conversion.convert import RECORD, unwrapped
 from ecoformer.storage import CheckpointError
 
 
@@ -70,11 +71,16 @@ def load(
     """The model in a file of `save`, in eval mode.
 
     Args:
-        path: the file.
+        path: the file, or a folder that `save_pretrained` or a Trainer wrote.
         model: where no library here builds the file's model: such a model, converted in the same way or not
             at all. It is converted and loaded in place and keeps its dtypes; an error leaves it as it was.
         device: where to put the weights, if no `model` is given.
     """
+    if Path(path).is_dir():
+        folder = Path(path)
+        if model is None and not folders.is_ours(folder):
+            return folders.load_transformers(folder).to(device).eval()
+        path = folder / folders.WEIGHTS
     source = str(path)
     tensors, description = storage.read(path)
     check_description(description, source)

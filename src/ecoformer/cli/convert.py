@@ -14,7 +14,7 @@ from ecoformer.cli.batches import sample_batch
 from ecoformer.cli.settings import parse_settings
 from ecoformer.cli.sources import open_model
 from ecoformer.conversion import convert as convert_model
-from ecoformer.conversion.verb import NOT_FITTED
+from ecoformer.conversion.convert import NOT_FITTED
 from ecoformer.hashing import fit_hashers, hashers_of
 
 

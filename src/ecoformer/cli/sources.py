@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ecoformer.arguments import one_line
-from ecoformer.checkpoints import CheckpointError, load, load_official
+from ecoformer.checkpoints import CheckpointError, folders, load, load_official
 from ecoformer.models.names import check_timm_name
 
 
@@ -88,38 +87,24 @@ def _from_weights(path: Path, architecture: str) -> Source:
 
 
 def _from_folder(path: Path) -> Source:
-    weights = path / "model.safetensors"
-    config = path / "config.json"
-    if weights.is_file() and _is_safetensors(weights):
-        about = config.read_text(encoding="utf-8") if config.is_file() else "{}"
-        if "architectures" not in about:  # what transformers writes, and we do not
-            return Source(load(weights), f"checkpoint {path.name}/")
-    if not config.is_file():
+    with _blaming(f"{path.name}/ cannot be read"):
+        ours = folders.is_ours(path)
+    if ours:
+        return Source(load(path), f"checkpoint {path.name}/")
+    if not (path / "config.json").is_file():
         raise FileNotFoundError(f"folder {path} holds no config.json: is it what save_pretrained wrote?")
-    with _blaming(f"{path.name}/ cannot be loaded by transformers"):
-        return _from_transformers(path, json.loads(config.read_text(encoding="utf-8")))
-
-
-def _from_transformers(path: Path, config: dict[str, Any]) -> Source:
-    import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    # The class that was saved, so that its head is not lost; never code that comes with the folder.
-    cls: Any = getattr(transformers, (config.get("architectures") or ["AutoModel"])[0], None)
-    if cls is None or config.get("auto_map"):
-        raise ValueError("it needs code that is not part of transformers")
-    safe = {"local_files_only": True, "trust_remote_code": False}
-    model, loading = cls.from_pretrained(path, output_loading_info=True, **safe)
-    odd = [name for kind in ("missing_keys", "mismatched_keys") for name in loading.get(kind, ())]
-    if odd:
-        raise ValueError(
-            f"{len(odd)} weights are missing or of another shape, such as {sorted(map(str, odd))[0]}"
-        )
+    model = folders.load_transformers(path, safetensors_only=False)
     files = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
-    has_words = any((path / name).is_file() for name in files)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path, **safe) if has_words else None
+    tokenizer = None
+    if any((path / name).is_file() for name in files):
+        from transformers import AutoTokenizer
+
+        with _blaming(f"{path.name}/ cannot be loaded by transformers"):
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     return Source(model, f"transformers model {path.name}/", tokenizer)
 
 

@@ -2,10 +2,11 @@
 
 from ecoformer.attention.weights import Projections
 from ecoformer.conversion import foreign as _foreign  # noqa: F401  (registers the rules)
+from ecoformer.conversion.convert import convert
 from ecoformer.conversion.distillation import Distillation, distill
+from ecoformer.conversion.huggingface import register_with_transformers
 from ecoformer.conversion.report import Conversion
 from ecoformer.conversion.rules import Adapter, Image, Rule, register_conversion
-from ecoformer.conversion.verb import convert
 
 __all__ = [
     "Adapter",
@@ -17,4 +18,5 @@ __all__ = [
     "convert",
     "distill",
     "register_conversion",
+    "register_with_transformers",
 ]

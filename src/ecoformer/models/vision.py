@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ecoformer.attention.weights import Projections, carry_over
 from ecoformer.checkpoints.hub import HubMixin
 from ecoformer.conversion import Adapter, convert
+from ecoformer.conversion.convert import RECORD
 from ecoformer.conversion.layers import Selection
-from ecoformer.conversion.verb import RECORD
 
 
 class WithMechanism(HubMixin):

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ecoformer.attention import Attention, HashedAttention, attention_class
 from ecoformer.attention.registry import refusal
-from ecoformer.attention.weights import Projections
+from ecoformer.attention.weights import Projections, shared_parts
+from ecoformer.conversion.huggingface import record_in_config
 from ecoformer.conversion.layers import Found, Selection, choose, find_layers, mechanism_in
 from ecoformer.conversion.report import Conversion, Left, Replaced
 from ecoformer.conversion.rules import Adapter, Image
@@ -59,23 +60,38 @@ def convert(
     chosen = [f for f in found if why_left[f.name] is None]
     _refuse(model, found, chosen)
     settings = _settings(model, cls, chosen, example, config)
-    images = [_image(model, f, config.get("local", 0)) for f in chosen]
-    # All are built before any is put in place, so that an error leaves the model as it was.
+    left = tuple(Left(f.name, f.kind, why or "") for f in found if (why := why_left[f.name]) is not None)
+    replaced, notes = _replace(model, cls, chosen, settings)
+    return Conversion(type(model).__name__, mechanism, dict(config), tuple(replaced), left, tuple(notes))
+
+
+def reapply(model: nn.Module, mechanism: str, layers: dict[str, dict[str, Any]]) -> None:
+    """Convert again as a record says: the layers by name, each with its settings."""
+    found = {f.name: f for f in find_layers(model)}
+    missing = [name for name in layers if name not in found]
+    if missing or not layers:
+        raise ValueError(f"{type(model).__name__} has no attention layer {missing[0] if missing else ''!r}")
+    chosen = [found[name] for name in layers]
+    _refuse(model, list(found.values()), chosen)
+    # JSON has no tuples.
+    settings = [{k: tuple(x) if isinstance(x, list) else x for k, x in s.items()} for s in layers.values()]
+    _replace(model, attention_class(mechanism), chosen, settings)
+
+
+def _replace(
+    model: nn.Module, cls: type[Attention], chosen: list[Found], settings: list[dict[str, Any]]
+) -> tuple[list[Replaced], list[str]]:
+    """Build all new layers before any is put in place, so that an error leaves the model as it was."""
+    images = [_image(model, f, s.get("local", 0)) for f, s in zip(chosen, settings, strict=True)]
     new = [_build(cls, f, s) for f, s in zip(chosen, settings, strict=True)]
     bound = [_bound(f) for f in chosen]
-    report = Conversion(
-        type(model).__name__,
-        mechanism,
-        dict(config),
-        tuple(_replaced(f) for f in chosen),
-        tuple(Left(f.name, f.kind, why or "") for f in found if (why := why_left[f.name]) is not None),
-        tuple(_notes(model, chosen, new)),
-    )
+    replaced = [_replaced(f, attention) for f, attention in zip(chosen, new, strict=True)]
+    notes = _notes(model, chosen, new)
     for f, attention, image, knowledge in zip(chosen, new, images, bound, strict=True):
         _put(model, f, attention, image, knowledge)
-    record = {"mechanism": mechanism, "layers": {f.name: s for f, s in zip(chosen, settings, strict=True)}}
+    record = {"mechanism": cls.name, "layers": {f.name: s for f, s in zip(chosen, settings, strict=True)}}
     setattr(model, RECORD, [*getattr(model, RECORD, []), record])
-    return report
+    return replaced, notes + record_in_config(model, record)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -248,7 +264,7 @@ def _put(
     if found.rule is not None:
         place = Adapter(attention, found.rule, image, bound).train(found.layer.training)
     for owner in list(model.modules()):
-        if isinstance(owner, nn.TransformerEncoder):
+        if isinstance(owner, nn.TransformerEncoder) and found.layer in owner.modules():
             owner.use_nested_tensor = False  # its short cut reads the weights of nn.MultiheadAttention
         # A layer may be shared by several places; all of them get the new one.
         for name, child in list(owner._modules.items()):
@@ -256,9 +272,11 @@ def _put(
                 setattr(owner, name, place)
 
 
-def _replaced(found: Found) -> Replaced:
+def _replaced(found: Found, new: Attention) -> Replaced:
     source = _source(found)
-    return Replaced(found.name, found.kind, source.dim, source.num_heads, tuple(found.left_behind))
+    kept = shared_parts(found.inner, new) if isinstance(found.inner, Attention) else []
+    left_behind = tuple(name for name in found.left_behind if name not in kept)
+    return Replaced(found.name, found.kind, source.dim, source.num_heads, left_behind)
 
 
 def _notes(model: nn.Module, chosen: list[Found], new: list[Attention]) -> list[str]:
@@ -281,7 +299,7 @@ def _notes(model: nn.Module, chosen: list[Found], new: list[Attention]) -> list[
     dropped = {f.source.attn_drop for f, a in pairs if f.source and f.source.attn_drop and not a.has_weights}
     if dropped:
         notes.append(f"dropout of attention weights ({max(dropped):g}) is left behind: there are no weights")
-    if any(attention.hasher.learns for attention in hashed):
+    if not all(attention.hasher.is_fitted for attention in hashed):
         notes.append(NOT_FITTED)
     return notes
 

@@ -1,0 +1,112 @@
+"""Conversions of Hugging Face models survive `save_pretrained` and `from_pretrained`.
+
+`convert` records what it did in the model's config. transformers builds a model from its config and then
+loads the weights. A quantisation method may change the model in between, so a conversion is registered as
+one: `quant_method="ecoformer"`. A process that has not registered it gets a warning about an unknown method.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+METHOD = "ecoformer"
+
+
+def record_in_config(model: nn.Module, record: dict[str, Any]) -> list[str]:
+    """Write a conversion of `model` into the configs of the Hugging Face models in it; returns notes."""
+    notes = []
+    for prefix, part in _pretrained_models(model):
+        layers = {n[len(prefix) :]: s for n, s in record["layers"].items() if n.startswith(prefix)}
+        if not layers:
+            continue
+        before = _as_dict(getattr(part.config, "quantization_config", None))
+        if before.get("quant_method", METHOD) != METHOD:
+            notes.append(
+                f"the config of {type(part).__name__} describes another quantisation: save_pretrained would "
+                "lose the conversion, use ecoformer.save"
+            )
+            continue
+        records = [*before.get("conversions", []), {"mechanism": record["mechanism"], "layers": layers}]
+        part.config.quantization_config = {"quant_method": METHOD, "conversions": records}
+        register_with_transformers()
+    return notes
+
+
+def _pretrained_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The outermost Hugging Face models in `model`, with the prefix of their layers' names."""
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None:
+        return
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        if isinstance(module, library.PreTrainedModel) and not (inside and prefix.startswith(inside)):
+            inside = (*inside, prefix)
+            yield prefix, module
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    if config is None or isinstance(config, dict):
+        return dict(config or {})
+    return dict(config.to_dict())
+
+
+def register_with_transformers() -> None:
+    """Let `from_pretrained` of transformers load converted models; `convert` and `load` call this."""
+    from transformers.quantizers import auto
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    if METHOD in auto.AUTO_QUANTIZER_MAPPING:
+        return
+
+    class ConversionConfig(QuantizationConfigMixin):
+        """What `convert` did to a model."""
+
+        def __init__(self, conversions: list[dict[str, Any]], **kwargs: Any) -> None:
+            self.quant_method: Any = METHOD
+            self.conversions = conversions
+
+    class ConversionLoader(HfQuantizer):
+        """Converts a model before transformers loads its weights."""
+
+        is_trainable = True
+
+        def is_serializable(self) -> bool:
+            return True
+
+        def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+            from ecoformer.conversion.convert import reapply
+
+            config: Any = self.quantization_config
+            for record in config.conversions:
+                layers = {_name_in(model, name): settings for name, settings in record["layers"].items()}
+                reapply(model, record["mechanism"], layers)
+            self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+        def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+            # transformers does not compare shapes where a quantiser is at work.
+            for name, tensor in model.state_dict().items():
+                shape = self.shapes[name]
+                if tensor.shape != shape:
+                    raise ValueError(
+                        f"{name} is {tuple(tensor.shape)} in the checkpoint, {tuple(shape)} in the config: "
+                        "load it as it was saved and change it afterwards"
+                    )
+            # Nothing is quantised: the model can be cast and trained like any other.
+            model.is_quantized = model.config._is_quantized = False
+            del model.hf_quantizer, model.quantization_method
+
+    auto.register_quantization_config(METHOD)(ConversionConfig)
+    auto.register_quantizer(METHOD)(ConversionLoader)
+
+
+def _name_in(model: Any, layer: str) -> str:
+    """A layer's name in `model`; in a model with a head, names of the base model have a prefix."""
+    prefix = f"{model.base_model_prefix}."
+    names = {name for name, _ in model.named_modules()}
+    return next((n for n in (layer, prefix + layer, layer.removeprefix(prefix)) if n in names), layer)

@@ -1,0 +1,156 @@
+"""Converted Hugging Face models through `save_pretrained` and back, by transformers and by `load`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import ecoformer
+from ecoformer import CheckpointError, FitOptions, convert
+
+transformers = pytest.importorskip("transformers")
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 40,
+}
+IDS = torch.randint(3, 50, (6, 9), generator=torch.Generator().manual_seed(0))
+Classifier = transformers.BertForSequenceClassification
+
+
+def build():
+    torch.manual_seed(1)
+    return Classifier(transformers.BertConfig(**SIZES)).eval()
+
+
+def fit(model):
+    options = FitOptions(steps=2, pairs=2)
+    ecoformer.fit_hashers(model, [{"input_ids": IDS}], options=options, progress=False)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder, and the logits of the model in it."""
+    model, folder = build(), tmp_path_factory.mktemp("saved")
+    convert(model, "eco", bits=8, support=4, local=3)
+    fit(model)
+    model.save_pretrained(folder)
+    return folder, model(IDS).logits
+
+
+@pytest.mark.parametrize("read", ["own class", "auto class", "load"])
+def test_a_converted_model_comes_back(saved, read, tmp_path):
+    folder, logits = saved
+    auto = transformers.AutoModelForSequenceClassification.from_pretrained
+    readers = {"own class": Classifier.from_pretrained, "auto class": auto, "load": ecoformer.load}
+    model = readers[read](folder)
+    assert torch.equal(model(IDS).logits, logits)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(auto(tmp_path)(IDS).logits, logits)
+    file = ecoformer.save(model, tmp_path / "model.eco.safetensors")
+    assert torch.equal(ecoformer.load(file)(IDS).logits, logits)
+    model.half().float().train()(IDS, labels=IDS[:, 0] % 2).loss.backward()
+
+
+def test_hash_functions_stay_in_fp32(saved):
+    model = Classifier.from_pretrained(saved[0], dtype=torch.bfloat16)
+    hashers = ecoformer.hashers_of(model).values()
+    assert {t.dtype for h in hashers for t in h.state_dict().values()} == {torch.float32, torch.bool}
+    assert model.dtype == torch.bfloat16
+
+
+def test_with_and_without_a_head(saved, tmp_path):
+    whole = Classifier.from_pretrained(saved[0])
+    base = transformers.BertModel.from_pretrained(saved[0])
+    assert torch.equal(base(IDS).last_hidden_state, whole.bert(IDS).last_hidden_state)
+    base.save_pretrained(tmp_path)
+    again = Classifier.from_pretrained(tmp_path)
+    assert torch.equal(again.bert(IDS).last_hidden_state, base(IDS).last_hidden_state)
+
+
+def test_a_part_and_a_wrapper_are_recorded_too(tmp_path):
+    part, wrapped = build(), nn.ModuleDict({"text": build()})
+    convert(part.bert, "softmax")
+    convert(wrapped, "softmax")
+    for name, model in (("part", part), ("wrapped", wrapped["text"])):
+        model.save_pretrained(tmp_path / name)
+        assert torch.equal(ecoformer.load(tmp_path / name)(IDS).logits, model(IDS).logits)
+
+
+def test_two_conversions(tmp_path):
+    model = build()
+    convert(model, "softmax", layers="*.0.*")
+    convert(model, "lsh_eco", layers="*.1.*", seed=0)
+    convert(model, "lsh_eco", layers="*.0.*", bits=4, seed=0)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(ecoformer.load(tmp_path)(IDS).logits, model(IDS).logits)
+
+
+def test_a_trainer_checkpoint(tmp_path):
+    pytest.importorskip("accelerate")
+    model = build()
+    convert(model, "eco", bits=8, support=4)
+    fit(model)
+    rows = [{"input_ids": row, "labels": int(row[0]) % 2} for row in IDS]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no"
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "checkpoint"))
+    logits = model.eval()(IDS).logits
+    model = ecoformer.load(tmp_path / "checkpoint")
+    assert torch.equal(model(IDS).logits, logits)
+    transformers.Trainer(model, arguments, train_dataset=rows).train()
+
+
+def test_shapes_that_the_config_does_not_have_are_refused(saved):
+    with pytest.raises(ValueError, match=r"classifier.weight is \(2, 16\) .* \(5, 16\)"):
+        Classifier.from_pretrained(saved[0], num_labels=5)
+
+
+def test_another_quantisation_is_left_alone():
+    model = build()
+    model.config.quantization_config = {"quant_method": "other"}
+    assert any("ecoformer.save" in note for note in convert(model, "softmax").notes)
+    assert model.config.quantization_config == {"quant_method": "other"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"quantization_config": {"quant_method": "ecoformer", "conversions": [{"mechanism": "eco"}]}},
+        {"quantization_config": {"quant_method": "ecoformer", "conversions": 3}},
+        {"quantization_config": {"quant_method": "ecoformer"}},
+        {"auto_map": {"AutoModel": "code.Model"}},
+        {"attn_implementation": "somebody/kernel"},
+        {"architectures": ["Nothing"]},
+        {"architectures": ["nn"]},
+    ],
+)
+def test_damaged_configs_are_refused(saved, tmp_path, change):
+    config = json.loads((saved[0] / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((saved[0] / "model.safetensors").read_bytes())
+    with pytest.raises(CheckpointError) as caught:
+        ecoformer.load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_process_without_us_is_warned(saved):
+    script = f"""
+import torch
+library = torch.library.Library("torchvision", "FRAGMENT")
+for name in ("nms", "qnms"):
+    library.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+import transformers
+transformers.BertForSequenceClassification.from_pretrained({str(saved[0])!r})
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert "got ecoformer" in run.stderr
