@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from ecoformer.data import images as module
 from ecoformer.data import load
-from ecoformer.data import webdataset as module
-from ecoformer.data.webdataset import expand_braces
+from ecoformer.data.images import expand_braces
 
 
 def picture(seed, size=(5, 4), mode="RGB"):
@@ -80,11 +80,11 @@ def test_limit_of_folders(folder):
 
 def test_damage_in_folders(folder):
     put(folder / "val/cat/2.png", encoded(3)[:40])
-    with pytest.raises(ValueError, match=r"2\.png is no picture that Pillow can read") as caught:
+    with pytest.raises(ValueError, match=r"2\.png: .* not a readable JPEG, PNG") as caught:
         load("imagefolder", folder).test[0]
     assert "\n" not in str(caught.value)
     put(folder / "val/dog/2.png", encoded(3))
-    with pytest.raises(ValueError, match="val has a class 'dog' that train has not"):
+    with pytest.raises(ValueError, match="val has a class 'dog' that train lacks"):
         load("imagefolder", folder)
 
 
@@ -132,7 +132,7 @@ def test_shards(shards):
     assert load("webdataset", shards).train.labels.tolist() == [3, 0, 1], "by glob"
     assert load("webdataset", shards, classes=1000).classes == 1000
     assert load("webdataset", shards, limit=2).train.labels.tolist() == [0, 1]
-    with pytest.raises(ValueError, match="a sample has class 3, beyond classes=3"):
+    with pytest.raises(ValueError, match=r"train-000\.tar has a sample of class 3, not below 3"):
         load("webdataset", shards, classes=3)
 
 
@@ -156,7 +156,7 @@ def test_index_is_kept_until_the_shard_changes(shards, tmp_path, monkeypatch):
     assert len(scanned) == 3
     again = load("webdataset", shards, cache=cache)
     assert len(scanned) == 3
-    assert torch.equal(again.train.offsets, first.train.offsets)
+    assert torch.equal(again.train.spans, first.train.spans)
     assert same(again.train[1][0], 1)
     tar(shards / "val-0.tar", sample("v", 6, 2) + sample("w", 7, 1))
     assert load("webdataset", shards, cache=cache).test.labels.tolist() == [2, 1]
@@ -221,17 +221,17 @@ def broken(shards, how):
         ("no label", "the sample 'k' lacks a label, KEY.cls or KEY.json"),
         ("json without label", "the sample 'k' lacks a label"),
         ("no picture", "the sample 'k' lacks a picture"),
-        ("label is no number", "k.cls holds no label"),
-        ("label is a float", "k.json holds the label 1.5, which is no class number"),
-        ("negative", "k.cls holds the label -1"),
+        ("label is no number", "'k.cls' holds no label"),
+        ("label is a float", "'k.json' holds the label '1.5'"),
+        ("negative", "'k.cls' holds the label '-1'"),
         ("two labels", "the sample 'k' has two labels, 1 and 2"),
         ("two pictures", "the sample 'k' has two pictures"),
-        ("bad json", "k.json holds no label"),
+        ("bad json", "'k.json' holds no label"),
         ("empty", "hold no samples"),
-        ("cut within", "is cut short within v.png: fetch it again"),
-        ("cut between", "is cut short or damaged: at byte 1024 is neither a file nor the end of a tar"),
-        ("compressed", "is no tar, or is damaged or compressed"),
-        ("header", "is cut short or damaged: at byte 1024 is neither a file nor the end of a tar"),
+        ("cut within", "is cut short within 'v.png'"),
+        ("cut between", "is cut short or damaged: byte 1024"),
+        ("compressed", "is not a plain tar"),
+        ("header", "is cut short or damaged: byte 1024"),
     ],
 )
 def test_damaged_shards(shards, how, message):
@@ -244,19 +244,19 @@ def test_damaged_shards(shards, how, message):
 
 def test_a_damaged_picture_is_named(shards):
     tar(shards / "val-0.tar", [("k.cls", b"1"), ("k.png", b"nothing")])
-    with pytest.raises(ValueError, match=r"val-0\.tar: k\.png is no picture that Pillow can read"):
+    with pytest.raises(ValueError, match=r"val-0\.tar: 'k\.png': .* not a readable"):
         load("webdataset", shards).test[0]
 
 
 def test_a_shard_that_shrank_is_named(shards):
     test = load("webdataset", shards).test
     (shards / "val-0.tar").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"val-0\.tar: the picture at byte \d+ is cut short"):
+    with pytest.raises(ValueError, match=r"val-0\.tar: byte \d+: the picture is cut short"):
         test[0]
 
 
 def test_missing_shards(shards):
-    with pytest.raises(FileNotFoundError, match=r"there is no shard .*train-002\.tar; say train= and test="):
+    with pytest.raises(FileNotFoundError, match=r"there is no shard .*train-002\.tar; set train= and test="):
         load("webdataset", shards, train="train-{000..002}.tar")
 
 
@@ -265,5 +265,5 @@ def test_braces():
     assert expand_braces("{0..1}-{1..2}") == ["0-1", "0-2", "1-1", "1-2"]
     assert expand_braces("x-*.tar") == ["x-*.tar"]
     for pattern in ("{3..1}", "{0..99999999}"):
-        with pytest.raises(ValueError, match="must count upwards to a likely number"):
+        with pytest.raises(ValueError, match="must count up"):
             expand_braces(pattern)

@@ -50,14 +50,15 @@ def test_other_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"holds no test\.safetensors; ecoformer\.data\.store writes"):
         load("stored", tmp_path)
     (tmp_path / "test.safetensors").write_bytes((tmp_path / "train.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match=r"test\.safetensors is no test part that"):
+    with pytest.raises(CheckpointError, match=r"test\.safetensors is not the test part"):
         load("stored", tmp_path)
     write(tmp_path / "train.safetensors", {"x": torch.zeros(1)}, {})
-    with pytest.raises(CheckpointError, match=r"train\.safetensors is no train part that"):
+    with pytest.raises(CheckpointError, match=r"train\.safetensors is not the train part"):
         load("stored", tmp_path)
 
 
 def test_pictures_are_not_stored(tmp_path):
-    with pytest.raises(TypeError, match="only arrays can be stored, but train is Images"):
-        store(Splits(Images(), Images(), "images", 2), tmp_path / "x")
+    pictures = Images((), torch.zeros(0))
+    with pytest.raises(TypeError, match="train is Images"):
+        store(Splits(pictures, pictures, "images", 2), tmp_path / "x")
     assert not (tmp_path / "x").exists()

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from ecoformer.arguments import one_line
 from ecoformer.cli.sources import Source
-
-IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
+from ecoformer.data.files import IMAGE_ENDINGS, find_files, read_image
 
 
 def sample_batch(source: Source, path: Path, samples: int) -> tuple[Any, int]:
@@ -40,12 +40,11 @@ def sample_batch(source: Source, path: Path, samples: int) -> tuple[Any, int]:
 
 
 def _images(source: Source, folder: Path, samples: int) -> Any:
-    from PIL import Image
     from timm import data
 
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGES)[:samples]
+    files = find_files(folder, IMAGE_ENDINGS, deep=True)[:samples]
     if not files:
-        raise ValueError(f"--fit {folder} holds no image ({', '.join(sorted(IMAGES))})")
+        raise ValueError(f"--fit {folder} holds no image ({', '.join(IMAGE_ENDINGS)})")
     if not hasattr(source.model, "pretrained_cfg"):
         raise ValueError(f"--fit {folder}: {source.what} does not say how it takes images")
     timm_data: Any = data
@@ -54,8 +53,7 @@ def _images(source: Source, folder: Path, samples: int) -> Any:
     images = []
     for file in files:
         try:
-            with Image.open(file) as image:
-                images.append(transform(image.convert("RGB")))
-        except OSError as error:
-            raise ValueError(f"--fit: {file} cannot be read as an image: {error}") from error
+            images.append(transform(read_image(file)))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--fit: {file} cannot be read as an image: {one_line(error)}") from error
     return torch.stack(images)

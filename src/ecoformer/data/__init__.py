@@ -1,18 +1,7 @@
 """Data sets by name, and the samples that come with scikit-learn."""
 
-from ecoformer.data import (
-    aan,
-    augment,
-    cifar,
-    digits,
-    folders,
-    listops,
-    masking,
-    recall,
-    stored,
-    texts,
-    webdataset,
-)
+# Importing a data set's module registers it.
+from ecoformer.data import aan, augment, cifar, digits, images, listops, masking, recall, stored, texts
 from ecoformer.data.bytes import PAD, byte_tokens
 from ecoformer.data.masking import MASK, mask_bytes
 from ecoformer.data.registry import list_datasets, load, register_dataset
@@ -31,7 +20,7 @@ __all__ = [
     "byte_tokens",
     "cifar",
     "digits",
-    "folders",
+    "images",
     "list_datasets",
     "listops",
     "load",
@@ -42,5 +31,4 @@ __all__ = [
     "store",
     "stored",
     "texts",
-    "webdataset",
 ]

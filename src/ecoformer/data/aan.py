@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from ecoformer.data.bytes import BYTE_IDS, byte_tokens, kept_bytes
+from ecoformer.data.files import open_file
 from ecoformer.data.registry import register_dataset
 from ecoformer.data.splits import Arrays, Splits
 
 _FILE = "new_aan_pairs.{}.tsv"
 _COLUMNS = 5  # class, id, id, text, text
 _CHUNK = 1024
+_LONGEST = 2**25  # characters of a line; papers have up to about a million
 _LITERAL = re.compile(r"""b(['"])(.*)\1\s*""", re.DOTALL)
 _ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", re.DOTALL)
 _NAMED = {
@@ -117,13 +119,21 @@ def _pairs(file: Path, length: int, kept: int, decode: bool, limit: int | None) 
 
 
 def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
-    with open(file, encoding="utf-8", errors="surrogateescape", newline="") as lines, _long_fields():
-        reader = csv.reader(lines, delimiter="\t")
+    raw = io.BufferedReader(open_file(file))
+    with io.TextIOWrapper(raw, "utf-8", "surrogateescape", newline="") as lines, _long_fields():
+        reader = csv.reader(_lines(file, lines), delimiter="\t")
         try:
             for row in reader:
                 yield _label(file, reader.line_num, row), row[3:]
         except csv.Error as error:
             raise ValueError(f"{file}, line {reader.line_num}: {error}") from error
+
+
+def _lines(file: Path, lines: io.TextIOWrapper) -> Iterator[str]:
+    while line := lines.readline(_LONGEST + 1):
+        if len(line) > _LONGEST:
+            raise ValueError(f"{file} has a line of more than {_LONGEST:,} characters")
+        yield line
 
 
 def _label(file: Path, line: int, row: list[str]) -> int:
@@ -141,7 +151,7 @@ def _label(file: Path, line: int, row: list[str]) -> int:
 @contextmanager
 def _long_fields() -> Iterator[None]:
     """Papers are longer than the fields that `csv` takes by default, a setting of the whole process."""
-    before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    before = csv.field_size_limit(_LONGEST)
     try:
         yield
     finally:

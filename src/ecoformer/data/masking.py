@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -9,14 +10,15 @@ from torch import Tensor
 
 from ecoformer.arguments import shape
 from ecoformer.data.bytes import BYTE_IDS, PAD
+from ecoformer.data.files import find_files, read_files
 from ecoformer.data.registry import register_dataset
 from ecoformer.data.samples import sample_text
 from ecoformer.data.splits import IGNORED, Arrays, Splits
-from ecoformer.data.texts import read_files, text_files
 
 MASK = BYTE_IDS
 """Token id of a hidden byte."""
 
+_MOST_TEXT = 2**31  # bytes; tokens take six times as much memory
 _TEST_SHARE = 10  # every so many-th of what is not divided yet is for testing
 
 
@@ -66,12 +68,15 @@ def masked_bytes(root: Path, *, length: int = 1024, rate: float = 0.15, seed: in
     root = root / "aclImdb" if (root / "aclImdb").is_dir() else root
     train, test = (_below(root / part) for part in ("train", "test"))
     if not train and not test:
-        paths = text_files(root)
+        paths = find_files(root, ".txt")
         train, test = [p for i, p in enumerate(paths) if i % _TEST_SHARE], paths[::_TEST_SHARE]
     if not train or not test:
         raise FileNotFoundError(
             f"masked_bytes: {root} must hold train/ and test/ with .txt files, or two .txt files itself"
         )
+    size = sum(os.path.getsize(path) for path in (*train, *test))
+    if size > _MOST_TEXT:
+        raise ValueError(f"masked_bytes: the texts of {root} have {size:,} bytes, more than {_MOST_TEXT:,}")
     stretches = [_stretches(b"\n".join(read_files(paths)), length) for paths in (train, test)]
     return _masked(stretches[0], stretches[1], rate, seed)
 
@@ -98,7 +103,7 @@ def _below(folder: Path) -> list[str]:
     if not all(place.is_dir() for place in places):
         inner = sorted(entry for entry in folder.iterdir() if entry.is_dir() and entry.name != "unsup")
         places = [folder, *inner]
-    return [path for place in places for path in text_files(place)]
+    return [path for place in places for path in find_files(place, ".txt")]
 
 
 def _stretches(text: bytes, length: int) -> Tensor:

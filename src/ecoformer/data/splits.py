@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import io
+import tarfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from typing_extensions import Self
 
 from ecoformer.arguments import shape
+from ecoformer.data.files import open_file, read_image
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -20,6 +20,9 @@ Kind = Literal["images", "text", "pairs", "tokens"]
 
 IGNORED = -100
 """Target of a token that nothing is asked of."""
+
+MOST_CLASSES = 100_000
+"""Most classes that a file may ask for: a model has weights for each."""
 
 _DIMENSIONS = {"images": 4, "text": 2, "pairs": 3, "tokens": 2}
 
@@ -67,16 +70,23 @@ class Arrays:
         return self.targets if self.targets.ndim == 1 else None
 
 
+@dataclass(frozen=True, eq=False)
 class Images(Dataset[tuple["Image.Image", int]]):
-    """Pictures that are decoded when asked for; subclasses say where their bytes are.
+    """Pictures that are decoded when asked for.
+
+    A file is opened for each picture and closed again, so any number of files and workers will do.
 
     Attributes:
-        classes: names of the classes, in the order of their numbers.
+        paths: file of each picture.
         labels: class (N,) of each picture.
+        spans: first byte and size (N, 2) of each picture in its file, a tar; None if pictures are files.
+        classes: names of the classes in the order of their numbers, where they have names.
     """
 
-    classes: tuple[str, ...]
+    paths: tuple[str, ...]
     labels: Tensor
+    spans: Tensor | None = None
+    classes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -84,29 +94,17 @@ class Images(Dataset[tuple["Image.Image", int]]):
     def __getitem__(self, i: int) -> tuple[Image.Image, int]:
         if not -len(self) <= i < len(self):
             raise IndexError(f"there are {len(self)} pictures, got index {i}")
-        return self._decoded(i % len(self)), int(self.labels[i])
-
-    def encoded(self, i: int) -> bytes:
-        """The file of a picture."""
-        raise NotImplementedError
-
-    def where(self, i: int) -> str:
-        """Where a picture lies, for error messages."""
-        raise NotImplementedError
-
-    def select(self, index: Tensor) -> Self:
-        """The pictures of an index."""
-        raise NotImplementedError
-
-    def _decoded(self, i: int) -> Image.Image:
-        from PIL import Image
-
-        data = self.encoded(i)
+        span = None if self.spans is None else tuple(self.spans[i].tolist())
         try:
-            with Image.open(io.BytesIO(data)) as picture:
-                return picture.convert("RGB")
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise ValueError(f"{self.where(i)} is no picture that Pillow can read: {error}") from error
+            return read_image(self.paths[i], span), int(self.labels[i])
+        except ValueError as error:
+            name = self.paths[i] if span is None else f"{self.paths[i]}: {_member_at(self.paths[i], span[0])}"
+            raise ValueError(f"{name}: {error}") from error
+
+    def select(self, index: Tensor) -> Images:
+        """The pictures of an index."""
+        spans = None if self.spans is None else self.spans[index]
+        return Images(tuple(self.paths[i] for i in index.tolist()), self.labels[index], spans, self.classes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +143,15 @@ class Splits:
                 )
 
 
+def _member_at(path: str, start: int) -> str:
+    """Name of the file at a byte of a tar, for error messages."""
+    try:
+        with open_file(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            return next(repr(entry.name) for entry in tar if entry.offset_data == start)
+    except Exception:  # the tar has changed
+        return f"byte {start}"
+
+
 def balanced(labels: Tensor, limit: int) -> Tensor:
     """Indices, in order, of `limit` samples of which classes have equal shares as far as they last.
 
@@ -152,9 +159,12 @@ def balanced(labels: Tensor, limit: int) -> Tensor:
     """
     if limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
-    order = _shuffled(len(labels))
-    order = order[labels.cpu()[order].argsort(stable=True)]
-    sizes = labels.cpu().bincount()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    labels = torch.unique(labels.cpu(), return_inverse=True)[
+        1
+    ]  # as many sizes as there are classes among them
+    order = order[labels[order].argsort(stable=True)]
+    sizes = labels.bincount()
     starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
     turn = torch.arange(len(order)) - starts
     return order[turn.argsort(stable=True)][:limit].sort().values
@@ -166,7 +176,3 @@ def limited(part: Arrays | Images, limit: int) -> Arrays | Images:
         return part
     labels = torch.zeros(len(part), dtype=torch.int64) if part.labels is None else part.labels
     return part.select(balanced(labels, limit))
-
-
-def _shuffled(count: int) -> Tensor:
-    return torch.randperm(count, generator=torch.Generator().manual_seed(0))

@@ -1,15 +1,13 @@
-"""The film reviews of aclImdb, and texts of any folder."""
+"""The film reviews of aclImdb."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from ecoformer.data.bytes import BYTE_IDS, byte_tokens, kept_bytes
+from ecoformer.data.files import find_files, read_files
 from ecoformer.data.registry import register_dataset
 from ecoformer.data.splits import Arrays, Splits, balanced
 
@@ -35,7 +33,7 @@ def imdb(root: Path, *, length: int = 4096, cut: int | None = None, limit: int |
 
 
 def _reviews(folder: Path, length: int, kept: int, limit: int | None) -> Arrays:
-    files = [text_files(folder / name) for name in _CLASSES]
+    files = [find_files(folder / name, ".txt") for name in _CLASSES]
     for name, found in zip(_CLASSES, files, strict=True):
         if not found:
             raise FileNotFoundError(f"imdb: there is no {folder / name}/*.txt; unpack aclImdb there")
@@ -45,21 +43,3 @@ def _reviews(folder: Path, length: int, kept: int, limit: int | None) -> Arrays:
         chosen = balanced(labels, limit)
         labels, paths = labels[chosen], [paths[i] for i in chosen.tolist()]
     return Arrays(byte_tokens(read_files(paths, kept), length, cut=kept, dtype=torch.int16), labels)
-
-
-def text_files(folder: Path) -> list[str]:
-    """Paths of the .txt files right in a folder, in order."""
-    if not folder.is_dir():
-        return []
-    return sorted(e.path for e in os.scandir(folder) if e.name.endswith(".txt") and e.is_file())
-
-
-def read_files(paths: Iterable[str], most: int = -1) -> list[bytes]:
-    """The first `most` bytes of many small files, or all; several at once, as a disk far away needs it."""
-
-    def read(path: str) -> bytes:
-        with open(path, "rb", buffering=0) as file:
-            return file.read(most)
-
-    with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(read, paths, chunksize=256))
