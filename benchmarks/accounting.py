@@ -17,6 +17,7 @@ from record import write_result
 from torch import nn
 
 import ecoformer
+import ecoformer.models
 from ecoformer.accounting import Counts, Ledger, energy_table
 from ecoformer.accounting.mechanisms import eco
 from ecoformer.accounting.mechanisms.parts import Heads, unit_length
@@ -87,7 +88,7 @@ def with_steps(lines: dict[str, Counts], steps: dict[str, Counts], copies: bool)
 
 def figures_of(mechanism: str) -> dict[str, Any]:
     """Both accountings of one mechanism."""
-    import timm  # after ecoformer, which mends a torchvision that lacks its operators
+    import timm
 
     with torch.device("meta"):
         model = timm.create_model("ecoformer_pvt_v2_b0", attention=mechanism)

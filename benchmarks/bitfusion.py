@@ -61,7 +61,7 @@ def table() -> list[dict[str, Any]]:
 
 def model(mechanism: str, code_bits: int | None = None) -> dict[str, Any]:
     """PVTv2-B0 with one mechanism."""
-    import timm  # after ecoformer, which mends a torchvision that lacks its operators
+    import timm
 
     with torch.device("meta"):
         built = timm.create_model("pvt_v2_b0")

@@ -14,7 +14,9 @@ import torch
 
 import ecoformer
 from ecoformer.benchmarking.results import hardware
+from ecoformer.third_party import repair_torchvision
 
+repair_torchvision()  # for all benchmarks, which import this file first
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 

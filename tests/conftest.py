@@ -15,8 +15,10 @@ from hypothesis import settings
 from torch import Tensor
 
 from ecoformer import reference
+from ecoformer.third_party import repair_torchvision
 
 torch.set_num_threads(1)
+repair_torchvision()
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=60)
 settings.register_profile("thorough", deadline=None, max_examples=1500)
 settings.load_profile("quick")

@@ -26,7 +26,6 @@ from ecoformer.hashing import (
     fitting,
     hashers_of,
 )
-from ecoformer.neighbours import watch_imports as _watch_imports
 from ecoformer.streaming import HashAttentionState
 
 __version__ = "0.1.0"
@@ -69,5 +68,3 @@ __all__ = [
     "unpack_codes",
     "use_backend",
 ]
-
-_watch_imports()

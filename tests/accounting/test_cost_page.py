@@ -8,6 +8,7 @@ import timm
 import torch
 
 import ecoformer
+import ecoformer.models
 from ecoformer.accounting.counts import Counts
 from ecoformer.accounting.mechanisms import eco, eco_cpu
 from ecoformer.accounting.mechanisms.parts import Heads

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ecoformer
+import ecoformer.models
 from ecoformer import CheckpointError, storage
 from ecoformer.conversion.convert import RECORD
 

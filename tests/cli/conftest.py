@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ecoformer
+import ecoformer.models
 from ecoformer.cli import main
 
 timm = pytest.importorskip("timm")

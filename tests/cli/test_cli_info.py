@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ecoformer
+import ecoformer.models
 from ecoformer.benchmarking import self_check
 
 timm = pytest.importorskip("timm")

@@ -15,6 +15,7 @@ from ecoformer.checkpoints.structure import structure
 from ecoformer.conversion.convert import RECORD, reapply
 from ecoformer.conversion.rules import known_modules
 from ecoformer.storage import CheckpointError
+from ecoformer.third_party import import_library, import_timm
 
 _OURS = {
     "EcoPyramidVisionTransformerV2": "ecoformer.models.pvt_v2",
@@ -182,7 +183,7 @@ def _tuples(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _timm(name: str, arguments: dict[str, Any], images: dict[str, Any]) -> nn.Module:
     with _needs("timm", name):
-        import timm
+        timm = import_timm()
     if not timm.is_model(name):
         raise CheckpointError(f"timm {timm.__version__} has no model {name!r}")
     model: nn.Module = timm.create_model(name, **_tuples(arguments))
@@ -196,6 +197,8 @@ def _timm(name: str, arguments: dict[str, Any], images: dict[str, Any]) -> nn.Mo
 def _transformers(name: str, config: dict[str, Any], attention: str | None) -> nn.Module:
     with _needs("transformers", name):
         import transformers
+
+        import_library("transformers.modeling_utils")
     cls: Any = getattr(transformers, name, None)
     is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
     if not is_model or cls.__module__ not in _known_modules():

@@ -12,6 +12,7 @@ from ecoformer.arguments import one_line
 from ecoformer.checkpoints.describe import leads_elsewhere
 from ecoformer.conversion.huggingface import register_with_transformers
 from ecoformer.storage import CheckpointError
+from ecoformer.third_party import import_library
 
 WEIGHTS = "model.safetensors"
 
@@ -42,6 +43,7 @@ def _load(folder: Path, safetensors_only: bool) -> nn.Module:
         raise FileNotFoundError(f"{folder} holds no config.json: is it what save_pretrained wrote?")
     import transformers
 
+    import_library("transformers.modeling_utils")
     register_with_transformers()
     cls: Any = getattr(transformers, (config.get("architectures") or ["AutoModel"])[0], None)
     if cls is None or leads_elsewhere(config):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ecoformer.storage import CheckpointError
+from ecoformer.third_party import import_timm
 
 Family = Literal["pvt_v2", "twins"]
 Mechanism = Literal["eco", "softmax"]
@@ -367,8 +368,8 @@ def _list(names: list[str]) -> str:
 
 def _build(layout: Layout) -> nn.Module:
     try:
-        import timm
-    except ImportError as error:
+        timm = import_timm()
+    except ModuleNotFoundError as error:
         raise ImportError("released models need timm: pip install 'ecoformer[vision]'") from error
     from ecoformer.conversion import convert
 

@@ -18,6 +18,7 @@ from ecoformer.cli.report import demo, report
 from ecoformer.cli.simulate import simulate
 from ecoformer.cli.tables import tables
 from ecoformer.cli.train import evaluate, train
+from ecoformer.third_party import repair_torchvision
 
 app = typer.Typer(
     name="ecoformer",
@@ -51,6 +52,7 @@ def version(show: bool = typer.Option(False, "--version", help="Show the version
 def main() -> None:
     """Run a command; what went wrong is one line. ECOFORMER_DEBUG=1 shows where."""
     try:
+        repair_torchvision()
         app()
     except Exception as error:
         if os.environ.get("ECOFORMER_DEBUG"):

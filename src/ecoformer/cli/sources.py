@@ -12,7 +12,7 @@ from torch import nn
 
 from ecoformer.arguments import one_line
 from ecoformer.checkpoints import CheckpointError, folders, load, load_official
-from ecoformer.models.names import check_timm_name
+from ecoformer.third_party import check_timm_name, import_timm
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,14 @@ def _from_folder(path: Path) -> Source:
 
 
 def _timm(name: str, image_size: int | None = None, **arguments: Any) -> nn.Module:
-    import timm
-
     check_timm_name(name, f"{name!r} is neither a file, nor a folder, nor a timm model")
+    create = import_timm().create_model
     model: nn.Module
     if image_size is not None:
         with contextlib.suppress(TypeError):  # models for images of any size do not take theirs
-            model = timm.create_model(name, img_size=image_size, **arguments)
+            model = create(name, img_size=image_size, **arguments)
             return model.eval()
-    model = timm.create_model(name, **arguments)
+    model = create(name, **arguments)
     return model.eval()
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from ecoformer.accounting import Counts, Ledger, cost, energy_table, sweep
 from ecoformer.bitfusion import printed_table
+from ecoformer.third_party import import_timm
 
 Row = dict[str, str]
 Figures = dict[str, float]
@@ -29,8 +30,8 @@ def vision_ledger(model: str, mechanism: str, classes: int, **settings: Any) -> 
 
 def _timm_model(name: str, **options: Any) -> nn.Module:
     try:
-        import timm
-    except ImportError as error:
+        timm = import_timm()
+    except ModuleNotFoundError as error:
         raise ImportError("the paper's models are built on timm: pip install 'ecoformer[vision]'") from error
     with torch.device("meta"):
         model: nn.Module = timm.create_model(name, **options)

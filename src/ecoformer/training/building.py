@@ -15,7 +15,7 @@ from ecoformer.checkpoints.files import checked_description
 from ecoformer.conversion import convert
 from ecoformer.conversion.layers import choose, find_layers
 from ecoformer.data.splits import Splits
-from ecoformer.models.names import check_timm_name
+from ecoformer.third_party import check_timm_name, import_timm
 from ecoformer.training.recipe import Recipe
 from ecoformer.training.tasks import Task
 
@@ -33,11 +33,9 @@ def build_model(recipe: Recipe, splits: Splits) -> nn.Module:
 
 
 def _picture_model(recipe: Recipe, splits: Splits) -> nn.Module:
-    import timm
-
     name = recipe.model.name
     check_timm_name(name, f"model.name: timm has no model {name!r}")
-    model: nn.Module = timm.create_model(name, num_classes=splits.classes, **recipe.model.options)
+    model: nn.Module = import_timm().create_model(name, num_classes=splits.classes, **recipe.model.options)
     setattr(model, ARGUMENTS, dict(recipe.model.options))  # timm forgets them, a checkpoint needs them
     return model
 

@@ -1,0 +1,71 @@
+"""timm and torchvision: our models registered with the one, the other repaired where its build is wrong.
+
+`import ecoformer` imports neither. A torchvision built for CUDA cannot load its operators beside a CPU build
+of torch. Its import then fails with "operator torchvision::nms does not exist", and so do those of timm and
+transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import importlib.util
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_DECLARED: list[torch.library.Library] = []
+"""Declarations last as long as their library object."""
+
+
+def import_library(name: str) -> Any:
+    """Import a module of timm or transformers, with one clear line where torchvision breaks it."""
+    try:
+        return importlib.import_module(name)
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise
+        raise ImportError(
+            f"{name} cannot be imported: torch {torch.__version__} and torchvision {version('torchvision')} "
+            "are different builds; install both from the same index"
+        ) from error
+
+
+def import_timm() -> Any:
+    """timm, with our models registered."""
+    timm = import_library("timm")
+    for family in ("pvt_v2", "twins"):
+        importlib.import_module(f"ecoformer.models.{family}")
+    return timm
+
+
+def check_timm_name(name: str, problem: str) -> None:
+    """Raise `problem`, with similar names, for a name that timm does not know."""
+    timm = import_timm()
+    if timm.is_model(name):
+        return
+    close = difflib.get_close_matches(name, timm.list_models(), n=3)
+    hint = f"did you mean {', '.join(close)}?" if close else "timm.list_models() lists the names"
+    raise ValueError(f"{problem}: {hint}")
+
+
+def repair_torchvision() -> None:
+    """Declare the operators that torchvision's import asks for, where its binary cannot be loaded.
+
+    Only our commands, examples and tests call this. They do not use the operators.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None or _DECLARED:
+        return
+    for binary in Path(spec.origin).parent.glob("_C*"):
+        with contextlib.suppress(OSError):
+            torch.ops.load_library(str(binary))  # type: ignore[no-untyped-call]
+    if hasattr(torch.ops.torchvision, "nms"):
+        return
+    library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _DECLARED.append(library)
