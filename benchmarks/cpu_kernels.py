@@ -4,10 +4,9 @@
 
 Every contestant is checked against the reference first. Attention is timed twice. "in a row": in every round
 a contestant is called several times, and all but its first calls count, as in a loop over one operator. "in
-turns": one timed call after one that is not, round after round, which is how `ecoformer bench attention`
-measures. Then whole models, and what one process pays once: compiling, or reading what was
-compiled. "load" is the machine's load average before each part: beyond the benchmark's own threads it is work
-of others, and times are theirs too. Writes results/cpu_kernels.json.
+turns": one timed call after one that is not, round after round, as `ecoformer bench attention` measures. Then
+models, and what each process pays once: compiling, or loading compiled code. "load" is the machine's load
+average before each part. Writes results/cpu_kernels.json.
 """
 
 from __future__ import annotations
@@ -17,20 +16,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
 from record import write_result
 
-from ecoformer.benchmarking.attention import bench_attention, draw_inputs, work_of
+from ecoformer.backends.choice import use_backend
+from ecoformer.benchmarking import Work
+from ecoformer.benchmarking.attention import (
+    Setting,
+    bench_attention,
+    build_layer,
+    contestants_of,
+    draw_inputs,
+    work_of,
+)
+from ecoformer.benchmarking.measuring import Bench
 from ecoformer.benchmarking.models import Load, bench_models
-from ecoformer.benchmarking.operators import Operator, Setting, build_layer, operators_of
 
 SHAPES = [(1, 1, 3136, 32), (16, 1, 3136, 32), (1, 5, 196, 32), (1, 8, 49, 32), (1, 8, 16384, 64)]
 THREADS = 2
-MECHANISMS = ["softmax", "explicit", "eco"]
+MECHANISMS = ["softmax", "native", "explicit", "eco"]
+CPU = torch.device("cpu")
 FIRST_CALL = """
 import time, torch
 from ecoformer.backends import cpu, fused, hashing
@@ -42,37 +50,38 @@ print(time.perf_counter() - start)
 """
 
 
-def in_a_row(works: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+def in_a_row(works: dict[str, Work], seconds: float) -> dict[str, float]:
     """Median milliseconds of each, called 2 + 8 times (fewer where that takes long) in every round."""
     times: dict[str, list[float]] = {name: [] for name in works}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(next(iter(times.values()))) < 2:
         for name, work in works.items():
-            start = time.perf_counter()
-            work()
-            first = time.perf_counter() - start
-            if first > 1:  # nothing to warm up
-                times[name].append(first * 1e3)
-                continue
-            calls = int(min(8, max(1, 0.2 / first)))
-            work()
-            for _ in range(calls):
-                start = time.perf_counter()
-                work()
-                times[name].append((time.perf_counter() - start) * 1e3)
+            with use_backend(work.backend):
+                first = milliseconds(work)
+                if first > 1e3:  # nothing to warm up
+                    times[name].append(first)
+                    continue
+                work.call()
+                times[name] += [milliseconds(work) for _ in range(int(min(8, max(1, 200 / first))))]
     return {name: round(median(each), 4) for name, each in times.items()}
+
+
+def milliseconds(work: Work) -> float:
+    start = time.perf_counter()
+    work.call()
+    return (time.perf_counter() - start) * 1e3
 
 
 def attention(shape: tuple[int, int, int, int]) -> dict[str, Any]:
     load = round(os.getloadavg()[0], 2)
-    setting = Setting(shape, torch.float32, torch.device("cpu"))
-    rows = bench_attention([setting], ("softmax", "eco"), seconds=2.0, memory=False).rows
+    setting = Setting(shape, torch.float32, CPU)
+    rows = bench_attention([setting], ["softmax", "eco"], Bench(CPU, 2.0, memory=False)).rows
     if any(row.failure for row in rows):
         raise RuntimeError(f"no times for a failure: {[row.failure for row in rows]}")
-    layers = [build_layer(name, setting) for name in ("softmax", "eco")]
-    operators: list[Operator] = [operator for layer in layers for operator in operators_of(layer, setting)]
-    inputs = draw_inputs(setting, [layers[1].hasher])  # type: ignore[list-item]
-    works = {operator.backend: work_of(operator, inputs, False) for operator in operators}
+    softmax, eco = (build_layer(name, setting) for name in ("softmax", "eco"))
+    inputs = draw_inputs(setting, [eco.hasher])  # type: ignore[list-item]
+    contestants = contestants_of(softmax, setting) + contestants_of(eco, setting)
+    works = {contestant.backend: work_of(contestant, inputs, False) for contestant in contestants}
     row = in_a_row(works, 4.0)
     turns = {each.backend: round(each.timing.median_ms, 4) for each in rows if each.timing}
     return {"shape": shape, "load": load, "in a row": with_ratios(row), "in turns": with_ratios(turns)}
@@ -91,10 +100,10 @@ def models() -> list[dict[str, Any]]:
 
     model = timm.create_model("pvt_v2_b0").eval()
     rows = []
-    for last in (False, True):  # which is faster hangs on the batch
+    for last in (False, True):  # which is faster depends on the batch
         about = {"model": "pvt_v2_b0", "resolution": 224, "channels_last": last}
         load = Load(images, "images", about, channels_last=last)
-        rows += bench_models(model, MECHANISMS, load, [1, 16], torch.device("cpu"), seconds=4.0).rows
+        rows += bench_models(model, MECHANISMS, load, [1, 16], Bench(CPU, 4.0)).rows
     return [row.to_dict() for row in rows]
 
 

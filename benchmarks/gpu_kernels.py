@@ -28,6 +28,7 @@ Once per release, for memory errors and races (slow, so with few cases; `memchec
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -35,6 +36,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +49,9 @@ from ecoformer import hash_attention
 from ecoformer.arguments import bias_value
 from ecoformer.backends import fused
 from ecoformer.backends.hashing import HashFunctions, project
-from ecoformer.benchmarking.capturing import captured
-from ecoformer.benchmarking.timing import time_contestants
+from ecoformer.benchmarking import Work, time_contestants
+from ecoformer.benchmarking.checking import steady_tokens
+from ecoformer.benchmarking.measuring import capture, capture_place
 from ecoformer.functional import sign_ste
 
 BITS, SUPPORT = 16, 25
@@ -59,9 +62,6 @@ LIMITS = {
     "ceilings": 60, "check": 120, "time": 150, "tune": 200, "tuned": 120, "precision": 60, "growth": 90,
     "causal": 90, "tests": 420,
 }  # fmt: skip
-
-TIE = 1e-5
-"""How near to a tie rounding may decide: projections are of size one, fp32 is right to 1e-6 there."""
 
 Shape = tuple[int, int, int, int]
 Figures = dict[str, Any]
@@ -86,6 +86,14 @@ def draw(shape: Shape, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
         )
         for _ in range(3)
     ]
+
+
+def steady(shape: Shape, dtype: torch.dtype, functions: HashFunctions) -> Tensor:
+    """Queries whose codes and gradients do not depend on rounding."""
+    seeds = itertools.count()
+    return steady_tokens(
+        lambda: draw(shape, dtype, next(seeds))[0], [lambda tokens: project(tokens, functions)], True
+    )
 
 
 def eager(q: Tensor, v: Tensor, functions: HashFunctions, causal: bool) -> Tensor:
@@ -126,23 +134,14 @@ def error(x: Tensor, truth: Tensor) -> float:
 def ceilings() -> Iterator[Figures]:
     source = torch.randn(1 << 30, device="cuda")
     target = torch.empty_like(source)
-    timing = time_contestants({"copy": lambda: target.copy_(source)}, source.device, seconds=1.0)["copy"]
+    timing = time_contestants({"copy": Work(lambda: target.copy_(source))}, source.device, seconds=1.0)[
+        "copy"
+    ]
     yield {"copy_tb_per_s": 2 * source.numel() * 4 / timing.median_ms / 1e9}
 
 
 def in_fp64(functions: HashFunctions, causal: bool) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda q, v: eager(q, v, functions, causal)
-
-
-def clear_of_ties(q: Tensor, functions: HashFunctions) -> Tensor:
-    """Tokens without those whose code or gradient hangs on the rounding of a projection near 0 or +-1."""
-    y = project(q.double(), functions).abs()
-    clear = ((y > TIE) & ((y - 1).abs() > TIE)).all(dim=-1)
-    if not bool(clear.any(dim=-1).all()):
-        raise RuntimeError("a head has no token that is clear of ties")
-    first = clear.int().argmax(dim=-1)[..., None, None].expand(-1, -1, 1, q.shape[-1])
-    # Into a copy that lies in memory as q does.
-    return q.clone().copy_(torch.where(clear[..., None], q, q.gather(2, first)))
 
 
 def check() -> Iterator[Figures]:
@@ -158,8 +157,8 @@ def check() -> Iterator[Figures]:
         functions = draw_functions(shape[1], shape[3])
         wide = HashFunctions(*(x.double() for x in functions))
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            q, v, grad = draw(shape, dtype)
-            q = clear_of_ties(q, wide)
+            _, v, grad = draw(shape, dtype)
+            q = steady(shape, dtype, functions)
             calls = contestants(q, v, functions, causal, True)
             truth = with_gradients(in_fp64(wide, causal), q.double(), v.double(), grad)
             errors = {}
@@ -184,13 +183,13 @@ def time_shape(shape: Shape, causal: bool, names: tuple[str, ...], backward: boo
     calls = contestants(q, v, functions, causal, backward)
     row: Figures = {"shape": shape, "causal": causal, "backward": backward}
     truth = eager(q, v, functions, causal) if "eager" in names else None
-    works: dict[str, Callable[[], object]] = {}
+    works: dict[str, Work] = {}
     for name in names:
         call = calls[name]
         if backward:
-            works[name] = lambda call=call: with_gradients(call, q, v, grad)  # type: ignore[misc]
+            works[name] = Work(partial(with_gradients, call, q, v, grad))
         else:
-            works[name] = lambda call=call: call(q, v)  # type: ignore[misc]
+            works[name] = Work(partial(call, q, v))
         if truth is not None and name != "sdpa":
             off = error(call(q, v).detach(), truth)
             row[f"{name}_error"] = off
@@ -198,8 +197,9 @@ def time_shape(shape: Shape, causal: bool, names: tuple[str, ...], backward: boo
                 works.pop(name)
         if name in works:
             works[name]()
-    # Graphs for all alike: short kernels would else be timed by how fast Python launches them.
-    graphs = {name: captured(work) for name, work in works.items()}
+    # Graphs for all alike: otherwise launches would dominate the time of short kernels.
+    place = capture_place(q.device)
+    graphs = {name: capture(work, *place)[0] for name, work in works.items()}
     for key, timed in (("ms", graphs), ("called_ms", works)):
         timings = time_contestants(timed, q.device, seconds=1.0)
         row[key] = {name: timing.median_ms for name, timing in timings.items()}
@@ -247,7 +247,7 @@ def precision() -> Iterator[Figures]:
                 return launch.forward(fused.Call(q, None, v, None, functions, BETA, False))[1]
 
             found = ((call()[0].int().unsqueeze(-1) >> bits) & 1).bool()
-            timing = time_contestants({"forward": call}, q.device, seconds=1.0)["forward"]
+            timing = time_contestants({"forward": Work(call)}, q.device, seconds=1.0)["forward"]
             by_eager = project(q.float(), functions) >= 0
             yield {
                 "dtype": str(dtype),

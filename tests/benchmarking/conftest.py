@@ -1,4 +1,4 @@
-"""What benchmarks meet in tests: one backend, and little garbage."""
+"""Benchmarks in tests: one backend, and little garbage collection."""
 
 import pytest
 
@@ -10,6 +10,6 @@ def _little_garbage(old_objects_left_alone):
 
 @pytest.fixture(autouse=True)
 def _one_backend(request, monkeypatch):
-    """Whatever others this machine has."""
+    """Whatever other backends this machine has."""
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr("ecoformer.benchmarking.backends.available", lambda device: ["eager"])
+        monkeypatch.setattr("ecoformer.benchmarking.contestants.available", lambda device: ["eager"])

@@ -1,17 +1,16 @@
-"""Whole models: the same weights, another mechanism."""
+"""`bench model` and `bench fit`."""
 
 import pytest
 import torch
+from torch import nn
 
 from ecoformer.attention import EcoAttention
-from ecoformer.benchmarking import models
-from ecoformer.benchmarking.checking import hashed_truth
-from ecoformer.benchmarking.explicit import ExplicitAttention, make_explicit
+from ecoformer.benchmarking import contestants, models
+from ecoformer.benchmarking.checking import check_training
+from ecoformer.benchmarking.contestants import ExplicitAttention, reference_attention
 from ecoformer.benchmarking.fitting import bench_fit, bench_model_fit
-from ecoformer.benchmarking.models import Load, bench_models
-from ecoformer.benchmarking.plot import plot_lengths
-from ecoformer.benchmarking.results import Row, Run
-from ecoformer.benchmarking.timing import Timing
+from ecoformer.benchmarking.measuring import Bench
+from ecoformer.benchmarking.models import Load, bench_models, make_explicit
 from ecoformer.conversion import convert
 from ecoformer.hashing import FitOptions, KernelHasher, fit_hashers
 from ecoformer.models.text import TextEncoder
@@ -38,16 +37,17 @@ def model():
     return text_model()
 
 
-def bench(model, names=("softmax", "explicit", "eco", "performer"), batches=(1, 3), **how):
-    return bench_models(model, names, load(**how), batches, CPU, seconds=0.02)
+def bench(model, names, batches=(1,), **how):
+    return bench_models(model, names, load(**how), batches, Bench(CPU, 0.01))
 
 
 @pytest.mark.parametrize("how", [{}, {"train": True}, {"amp": torch.bfloat16}])
 def test_rows(model, how):
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    run = bench(model, **how)
+    run = bench(model, ("native", "explicit", "eco", "performer"), (1, 3), **how)
     assert [row.label for row in run.rows] == [
         "softmax (sdpa)",
+        "native (eager)",
         "explicit (N x N matrix)",
         "eco (eager)",
         "performer (eager)",
@@ -58,8 +58,9 @@ def test_rows(model, how):
         assert facts["tokens_per_s"] == pytest.approx(facts["batch"] * 40 / row.timing.median_ms * 1e3)
         assert facts["peak_mb"] > 0
     assert [row.ratio_to_sdpa for row in run.rows if row.mechanism == "softmax"] == [1, 1]
-    against = [row.checked.against for row in run.rows[:4]]
-    assert against == ["the explicit matrix", "SDPA", "the reference", "finite numbers"]
+    against = [row.checked.against for row in run.rows[:5]]
+    finite = "finite numbers"
+    assert against == ["the explicit matrix", finite, "SDPA", "the reference", finite]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -67,7 +68,7 @@ def test_rows(model, how):
 def test_a_wrong_model_gets_no_time(model, monkeypatch, cls, mechanism):
     right = cls.attend
     monkeypatch.setattr(cls, "attend", lambda self, q, k, v, *rest: right(self, q, k, v, *rest) + 0.1 * v)
-    run = bench(model, (mechanism,), batches=(1,))
+    run = bench(model, (mechanism,))
     assert [row.mechanism for row in run.wrong][-1] == mechanism
     assert run.rows[-1].failure.startswith("wrong result")
     assert run.rows[-1].timing is None
@@ -115,7 +116,7 @@ def test_random_models_are_timed_without_comparing_gradients():
 
 
 def test_a_model_of_nan_gets_no_time(model):
-    run = bench_models(_broken(model), ["performer"], load(), [1], CPU, seconds=0.01)
+    run = bench(_broken(model), ["performer"])
     assert [row.timing for row in run.rows] == [None, None]
     assert len(run.wrong) == 2
 
@@ -130,27 +131,33 @@ def test_padding_is_compared_too(model):
     def padded(count):
         return texts(count).index_fill(1, torch.arange(30, 40), 0)
 
-    run = bench_models(model, ["eco"], Load(padded, "tokens", {}), [2], CPU, seconds=0.01)
+    run = bench_models(model, ["eco"], Load(padded, "tokens", {}), [2], Bench(CPU, 0.01))
     assert [row.failure for row in run.rows] == [None, None]
 
 
 def test_long_layers_are_compared_by_eager(model, monkeypatch):
-    monkeypatch.setattr("ecoformer.benchmarking.models._DENSE_TOKENS", 39)
-    run = bench(model, ("eco",), batches=(1,))
+    monkeypatch.setattr(contestants, "_DENSE", 2 * 40**2 - 1)
+    run = bench(model, ("eco",))
     assert run.rows[-1].checked.against == "the reference, long layers by eager"
     assert run.rows[-1].checked.error == 0
 
 
-def test_codes_that_hang_on_rounding_are_doubted(model):
+def test_codes_that_depend_on_rounding_are_doubted(model):
     convert(model, "eco")
     fit_hashers(model, [texts(4)], options=QUICK, progress=False)
     layer = model.blocks[0].attn
     q, v = torch.randn(2, 1, 2, 40, 8)
-    truths = [hashed_truth(layer, False, doubted=doubted)(q, q, v) for doubted in (False, True)]
-    assert torch.equal(*truths)
+
+    def flipping_changes_it():
+        results = []
+        for flip in (False, True):
+            with reference_attention(model, flip_doubtful=flip):
+                results.append(layer.attend(q, q, v, None, False))
+        return not torch.equal(*results)
+
+    assert not flipping_changes_it()
     layer.hasher.weight[..., 0] *= 1e-8  # a bit that is all rounding
-    truths = [hashed_truth(layer, False, doubted=doubted)(q, q, v) for doubted in (False, True)]
-    assert not torch.equal(*truths)
+    assert flipping_changes_it()
 
 
 def test_doubt_widens_the_bound(model, monkeypatch):
@@ -161,14 +168,14 @@ def test_doubt_widens_the_bound(model, monkeypatch):
         self.weight.mul_(1e-8)
         return self
 
-    assert bench(model, ("eco",), batches=(1,)).rows[-1].checked.bound == 1e-3
+    assert bench(model, ("eco",)).rows[-1].checked.bound == 1e-3
     monkeypatch.setattr(KernelHasher, "fit", faint)
-    assert bench(model, ("eco",), batches=(1,)).rows[-1].checked.bound > 2e-3
+    assert bench(model, ("eco",)).rows[-1].checked.bound > 2e-3
 
 
 def test_compiled_models_say_so(model, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)
-    run = bench(model, ("eco",), batches=(1,), compiled=True)
+    run = bench(model, ("eco",), compiled=True)
     assert [row.backend for row in run.rows] == ["sdpa, compiled", "eager, compiled"]
 
 
@@ -177,7 +184,7 @@ def test_what_cannot_run_is_a_row(model, monkeypatch):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(torch, "compile", refuse)
-    run = bench(model, ("eco",), batches=(1,), compiled=True)
+    run = bench(model, ("eco",), compiled=True)
     assert [row.failure for row in run.rows] == ["failed: RuntimeError: no compiler"] * 2
 
 
@@ -223,32 +230,41 @@ def test_fit_of_a_model(model):
     assert row["seconds_per_hasher"] == row["seconds"] > 0
 
 
-def test_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    drawn = []
-    rows = []
-    for n in (64, 128):
-        setting = {"shape": [1, 2, n, 8], "dtype": "float32", "backward": False, "causal": False}
-        for index, name in enumerate(("softmax", "eco")):
-            ms = float(n * (index + 1))
-            rows.append(Row(name, "eager", setting, timing=Timing(ms, ms, ms, 1), peak_mb=ms))
-        rows.append(Row("reformer", "eager", setting, failure="out of memory"))
-    from matplotlib.figure import Figure
+class Noisy(torch.autograd.Function):
+    """The identity, with a gradient that is off by noise or by a factor."""
 
-    save = Figure.savefig
+    @staticmethod
+    def forward(ctx, x, noise, factor):
+        ctx.noise, ctx.factor = noise, factor
+        return x.clone()
 
-    def look(figure, *args, **kwargs):
-        drawn.append(figure)
-        return save(figure, *args, **kwargs)
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.factor * grad + ctx.noise * grad.norm() * torch.randn_like(grad), None, None
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", look)
-        plot_lengths(Run("a machine", 1, rows), tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    for axes in drawn[0].axes:
-        assert [line.get_label() for line in axes.lines] == ["softmax (eager)", "eco (eager)"]
-        assert list(axes.lines[1].get_xdata()) == [64, 128]
-        assert list(axes.lines[1].get_ydata()) == [128, 256]
-        assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    with pytest.raises(ValueError, match="every contestant failed"):
-        plot_lengths(Run("a machine", 1, rows[2:3]), tmp_path / "b.png")
+
+def noisy(linear, factor, noise=0.0):
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    return lambda: Noisy.apply(linear(x), noise, factor)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(
+    ("noise", "factor", "right"), [(0.0, 1.0, True), (0.5, 1.0, True), (0.0, 2.0, False), (0.001, 2.0, False)]
+)
+def test_what_plain_runs_differ_by_is_allowed(noise, factor, right, half):
+    linear = nn.Linear(8, 8)
+    precise = noisy(linear, 1.0) if half else None
+    check = check_training(noisy(linear, factor, noise), noisy(linear, 1.0, noise), linear, precise)
+    assert check.passed == right
+    assert all(parameter.grad is None for parameter in linear.parameters())
+
+
+@pytest.mark.parametrize(
+    ("factor", "right"), [(1.5, True), (1.0, True), (0.5, True), (-0.5, False), (3.0, False)]
+)
+def test_what_is_nearer_to_the_truth_than_a_plain_run_is_right(factor, right):
+    """As compiled code may be that keeps fp32 between operators."""
+    linear = nn.Linear(8, 8)
+    check = check_training(noisy(linear, factor), noisy(linear, 1.5), linear, noisy(linear, 1.0))
+    assert check.passed == right

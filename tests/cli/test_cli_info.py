@@ -12,7 +12,7 @@ import torch
 
 import ecoformer
 import ecoformer.models
-from ecoformer.benchmarking import self_check
+from ecoformer.benchmarking import attention as bench_attention
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -293,7 +293,7 @@ class TestCheck:
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch):
         pytest.importorskip("numba")
-        monkeypatch.setattr(self_check, "SIZES", (self_check.Sizes((1, 2, 40, 16), 9, 5),))
+        monkeypatch.setattr(bench_attention, "SELF_CHECKS", (((1, 2, 40, 16), 9, 5, False),))
 
     def test_right_backends(self, run):
         done = run("info", "--check", "--json")

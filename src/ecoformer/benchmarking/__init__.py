@@ -1,6 +1,6 @@
-"""Times, memory and energy of attention, of whole models and of fitting: right results only."""
+"""Time, memory and energy of attention, models and fitting; results are checked before they are timed."""
 
-from ecoformer.benchmarking.results import Row, Run
-from ecoformer.benchmarking.timing import Timing, time_contestants
+from ecoformer.benchmarking.measuring import Work, time_contestants
+from ecoformer.benchmarking.results import Row, Run, Timing
 
-__all__ = ["Row", "Run", "Timing", "time_contestants"]
+__all__ = ["Row", "Run", "Timing", "Work", "time_contestants"]

@@ -1,211 +1,231 @@
-"""`bench attention`: mechanisms side by side, each checked before it is timed."""
+"""`bench attention` and `info --check`: operators are compared with the reference before they are timed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ecoformer.attention import HashedAttention, attention_class
-from ecoformer.benchmarking.checking import (
-    Call,
-    bound_of,
-    median_error,
-    relative_error,
-    steady_tokens,
+from ecoformer.attention import (
+    Attention,
+    HashedAttention,
+    ReformerAttention,
+    attention_class,
+    create_attention,
 )
-from ecoformer.benchmarking.energy import EnergyBench
-from ecoformer.benchmarking.graphs import require_graphs
-from ecoformer.benchmarking.measuring import Measures, measured, say_if_busy
-from ecoformer.benchmarking.operators import (
-    Operator,
-    Setting,
-    build_layer,
+from ecoformer.benchmarking.checking import bound_of, median_error, relative_error, steady_tokens
+from ecoformer.benchmarking.contestants import (
+    QUICK_FIT,
+    Contestant,
+    ExplicitAttention,
+    Heads,
+    compiled,
     flash_linear_attention,
-    operators_of,
+    hashed_backends,
+    reference_attention,
 )
-from ecoformer.benchmarking.results import Check, Row, Run, device_name, failed, with_check
-from ecoformer.benchmarking.timing import synchronize
+from ecoformer.benchmarking.measuring import Bench, Progress, Work, no_progress, synchronize
+from ecoformer.benchmarking.results import Check, Row, Run
 from ecoformer.hashing import Hasher
 
 MECHANISMS = ("softmax", "eco", "performer", "linformer", "reformer")
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp64": torch.float64,
-}
-_SLICE = 1024
-"""Tokens at which the reference, quadratic and in fp64, still answers within a second."""
-_ODD = 333
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+_SLICE, _ODD = 1024, 333
+"""Lengths at which the quadratic reference in fp64 takes less than a second."""
+SELF_CHECKS = (
+    ((4, 5, 196, 64), 16, 25, False),
+    ((4, 1, 3136, 32), 16, 25, False),
+    ((4, 2, 1024, 32), 32, 48, False),
+    ((2, 2, 300, 96), 8, 10, False),
+    ((2, 2, 700, 64), 16, 25, True),
+)
+"""Shape, bits, support samples and causal order: short heads and long ones, common codes and large ones."""
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Heads, and what comes back in the backward pass."""
+class Setting:
+    """What is measured: a shape, and how."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    grad: Tensor
+    shape: tuple[int, int, int, int]
+    dtype: torch.dtype
+    device: torch.device
+    is_causal: bool = False
+    backward: bool = False
+    compiled: bool = False
+    seed: int = 0
 
-    def cut(self, batch: int, tokens: int) -> Inputs:
-        """The first tokens of the first samples."""
-        return Inputs(*(x[:batch, :, :tokens] for x in (self.q, self.k, self.v, self.grad)))
 
-
-def bench_attention(
-    settings: Sequence[Setting],
-    mechanisms: Sequence[str] = MECHANISMS,
-    *,
-    seconds: float = 1.0,
-    energy: bool = False,
-    memory: bool = True,
-    progress: Callable[[str], None] = lambda text: None,
-) -> Run:
+def bench_attention(settings: Sequence[Setting], mechanisms: Sequence[str], bench: Bench) -> Run:
     """Time mechanisms from tokens to output, hashing included; softmax by SDPA is always among them.
 
     Args:
-        settings: shapes and how to run them, all on one device.
+        settings: shapes and how to run them.
         mechanisms: registered names, and "explicit" for softmax with its N x N matrix.
-        seconds: how long each contestant is timed, about.
-        energy: measure energy too, which takes seconds more for each contestant.
-        memory: measure the peak memory too.
-        progress: told what is being done.
+        bench: how to measure.
     """
-    for name in mechanisms:
-        if name != "explicit":
-            attention_class(name)
-    device = settings[0].device
-    if any(setting.graphs for setting in settings):
-        require_graphs(device)
-    run = Run(device_name(device), torch.get_num_threads())
-    names = list(dict.fromkeys(("softmax", *mechanisms)))
-    meter = EnergyBench(device) if energy else None
-    every: list[Measures] = []
-    try:
-        for setting in settings:
-            operators, hashers = _contestants(names, setting, run)
-            every.append(Measures(device, seconds, setting.graphs, memory, meter, progress))
-            run.rows += _bench_one(operators, hashers, setting, every[-1])
-    finally:
-        if meter is not None:
-            run.notes.append(meter.note)
-            meter.close()
-    say_if_busy(run, every)
-    run.notes = list(dict.fromkeys(run.notes))
-    return run
+    for setting in settings:
+        contestants, hashers = _contestants(dict.fromkeys(("softmax", *mechanisms)), setting, bench.run)
+        inputs = draw_inputs(setting, hashers)
+        rows = []
+        for contestant in contestants:
+            bench.progress(f"{setting.shape}: checking {contestant.mechanism} ({contestant.backend})")
+            rows.append(checked(contestant, inputs, setting))
+            rows[-1].setting["graphs"] = bench.graphs
+        bench.measure(rows, [work_of(contestant, inputs, setting.backward) for contestant in contestants])
+    bench.run.notes = list(dict.fromkeys(bench.run.notes))
+    return bench.run
 
 
-def _contestants(names: list[str], setting: Setting, run: Run) -> tuple[list[Operator], list[Hasher]]:
-    operators: list[Operator] = []
+def _contestants(names: Iterable[str], setting: Setting, run: Run) -> tuple[list[Contestant], list[Hasher]]:
+    contestants: list[Contestant] = []
     hashers: list[Hasher] = []
     for name in names:
         if setting.is_causal and name != "explicit" and not attention_class(name).supports_causal:
-            run.notes.append(f"{name} has no causal order, so that it is not among the peers")
+            run.notes.append(f"{name} has no causal order and is left out")
             continue
         layer = build_layer(name, setting)
-        operators += operators_of(layer, setting)
+        contestants += contestants_of(layer, setting)
         if isinstance(layer, HashedAttention):
             hashers.append(layer.hasher)
-    peer, note = flash_linear_attention(setting)
-    if peer is not None or setting.device.type == "cuda":
+    peers, note = flash_linear_attention(setting.device)
+    if setting.device.type == "cuda":
         run.notes.append(note)
-    return (operators if peer is None else [*operators, peer]), hashers
+    return [*contestants, *peers], hashers
 
 
-def _bench_one(
-    operators: list[Operator], hashers: list[Hasher], setting: Setting, measures: Measures
-) -> list[Row]:
-    inputs = draw_inputs(setting, hashers)
-    rows: list[Row] = []
-    works: dict[int, Callable[[], object]] = {}
-    for index, operator in enumerate(operators):
-        measures.progress(f"{setting.shape}: checking {operator.mechanism} ({operator.backend})")
-        row = checked(operator, inputs, setting)
-        if row.failure is None:
-            works[index] = work_of(operator, inputs, setting.backward)
-        rows.append(row)
-    return measured(rows, works, measures, str(setting.shape))
+def build_layer(mechanism: str, setting: Setting, **options: Any) -> Attention:
+    """A layer with default settings except `options`; its hash functions are fitted to random tokens."""
+    _, heads, tokens, dim = setting.shape
+    if mechanism == "explicit":
+        layer: Attention = ExplicitAttention(heads * dim, heads)
+    else:
+        if attention_class(mechanism).sized_by_tokens:
+            options["seq_len"] = tokens
+        layer = create_attention(mechanism, heads * dim, heads, **options)
+    layer = layer.to(setting.device, setting.dtype).eval().requires_grad_(False)
+    if isinstance(layer, HashedAttention):
+        generator = torch.Generator().manual_seed(setting.seed)
+        samples = torch.randn(2, heads, 128, dim, generator=generator).to(setting.device)
+        layer.hasher.fit(samples, options=QUICK_FIT)
+    return layer
 
 
-def draw_inputs(setting: Setting, hashers: Sequence[Hasher] = ()) -> Inputs:
-    """Random heads; no token's code hangs on rounding, so that results can be compared."""
+def contestants_of(layer: Attention, setting: Setting) -> list[Contestant]:
+    """The contestants of one layer; hashed attention has one for each backend."""
+    module = Heads(layer, setting.is_causal)
+    if not isinstance(layer, HashedAttention):
+        backend = {"softmax": "sdpa", "explicit": "N x N matrix"}.get(layer.name, "eager")
+        return [Contestant(layer.name, backend, module)]
+    able = hashed_backends([layer.hasher], setting.device, setting.backward, setting.dtype)
+    found = [Contestant(layer.name, name, module, name) for name in able]
+    if setting.compiled:
+        found.append(Contestant(layer.name, "eager, compiled", module, "eager", compiled(module)))
+    return found
+
+
+def draw_inputs(setting: Setting, hashers: Sequence[Hasher] = ()) -> list[Tensor]:
+    """Random q, k, v and gradient of the output. No code of q depends on rounding."""
     generator = torch.Generator(setting.device).manual_seed(setting.seed)
 
     def draw() -> Tensor:
-        return torch.randn(setting.shape, generator=generator, dtype=torch.float32, device=setting.device).to(
-            setting.dtype
-        )
+        return torch.randn(setting.shape, generator=generator, device=setting.device).to(setting.dtype)
 
-    return Inputs(steady_tokens(draw, hashers, setting.backward), draw(), draw(), draw())
-
-
-def work_of(operator: Operator, inputs: Inputs, backward: bool) -> Callable[[], object]:
-    """The call that is timed."""
-    call, (q, k, v), grad = operator.call, _arguments(operator, inputs, backward), inputs.grad
-    if not backward:
-
-        def forward() -> object:
-            with torch.no_grad():
-                return call(q, k, v)
-
-        return forward
-    leaves = (q, v) if operator.shared_qk else (q, k, v)
-    return lambda: torch.autograd.grad(call(q, k, v), leaves, grad)
+    projections = [partial(hasher.project, valid=None) for hasher in hashers]
+    return [steady_tokens(draw, projections, setting.backward), draw(), draw(), draw()]
 
 
-def _arguments(operator: Operator, inputs: Inputs, backward: bool) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (x.detach().requires_grad_(backward) for x in (inputs.q, inputs.k, inputs.v))
-    return q, (q if operator.shared_qk else k), v
+def work_of(contestant: Contestant, inputs: Sequence[Tensor], backward: bool) -> Work:
+    """What is timed."""
+    call = contestant.call or contestant.module
+    q, k, v = (x.detach().requires_grad_(backward) for x in inputs[:3])
+    if backward:
+        leaves = _leaves(contestant.module, q, k, v)
+        return Work(lambda: torch.autograd.grad(call(q, k, v), leaves, inputs[3]), contestant.use)
+    return Work(torch.no_grad()(lambda: call(q, k, v)), contestant.use)
 
 
-def checked(operator: Operator, inputs: Inputs, setting: Setting) -> Row:
+def _leaves(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return (q, v) if isinstance(module, Heads) and module.layer.shared_qk else (q, k, v)
+
+
+def checked(contestant: Contestant, inputs: Sequence[Tensor], setting: Setting) -> Row:
     """A row with its check, or with the reason why it gets no time."""
     about: dict[str, Any] = {"shape": list(setting.shape), "dtype": str(setting.dtype).removeprefix("torch.")}
-    about |= {"backward": setting.backward, "causal": setting.is_causal, "graphs": setting.graphs}
-    row = Row(operator.mechanism, operator.backend, about)
-    try:
-        check = _compare(operator, inputs, setting)
-        # What cannot run at its own length must not be timed.
-        work_of(operator, inputs, setting.backward)()
-        synchronize(setting.device)
-    except Exception as error:
-        return failed(row, error)
-    return with_check(replace(row, checked=check), check)
+    about |= {"backward": setting.backward, "causal": setting.is_causal}
+    row = Row(contestant.mechanism, contestant.backend, about)
+    row.checked = row.check(lambda: _compare(contestant, inputs, setting))
+    return row
 
 
-def _compare(operator: Operator, inputs: Inputs, setting: Setting) -> Check:
+def _compare(contestant: Contestant, inputs: Sequence[Tensor], setting: Setting) -> Check:
+    """Compare with the dense truth on the first tokens, and hashed attention also on the whole shape."""
     batch, heads, tokens, _ = setting.shape
     longest = min(tokens, _SLICE if heads <= 16 else _SLICE // 4)
-    bound = bound_of(setting.dtype, setting.backward)
-    shares = []
-    if operator.sliced:
-        for length in sorted({longest, min(_ODD, longest)}):
-            few = inputs.cut(max(1, min(batch, 8 // heads)), length)
-            shares.append(_error(operator, operator.truth, few, setting) / bound)
-    if operator.whole is not None and (not operator.sliced or (batch, tokens) != (1, longest)):
-        wider = bound_of(setting.dtype, setting.backward, tokens)
-        shares.append(_error(operator, operator.whole, inputs, setting) / wider)
-    worst = float(torch.tensor(shares, dtype=torch.float64).max())
-    return Check(worst * bound, bound, operator.against)
+    cuts = {(max(1, min(batch, 8 // heads)), length) for length in (longest, min(_ODD, longest))}
+    if contestant.call is not None:  # every other length would be compiled again
+        cuts.clear()
+    if contestant.use is not None:
+        cuts.add((batch, tokens))
+    layer = contestant.module.layer if isinstance(contestant.module, Heads) else None
+    measure = median_error if isinstance(layer, ReformerAttention) else relative_error
+    # For many tokens fp64 would take too much memory.
+    many = contestant.use is not None and math.prod(setting.shape) > 1 << 26
+    dtype = torch.float32 if many else torch.float64
+    truth = Contestant("", "", copy.deepcopy(contestant.module).to(dtype))
+    bound, shares = bound_of(setting.dtype, setting.backward), []
+    with reference_attention(truth.module) as long:
+        for samples, length in cuts:
+            part = [x[:samples, :, :length] for x in inputs]
+            found = _outputs(contestant, part, setting.backward)
+            expected = _outputs(truth, [x.to(dtype) for x in part], setting.backward)
+            shares.append(measure(found, expected) / bound_of(setting.dtype, setting.backward, length))
+    work_of(contestant, inputs, setting.backward)()  # see that it runs at its own length
+    synchronize(setting.device)
+    worst = float(torch.tensor(shares, dtype=torch.float64).max())  # NaN if any is
+    names = {"softmax": "dense softmax in fp64", "explicit": "SDPA in fp64"}
+    against = "the reference in fp64" if contestant.use else names.get(contestant.mechanism, "itself in fp64")
+    return Check(
+        worst * bound, bound, against + (", eager at full length" if long and contestant.use else "")
+    )
 
 
-def _error(operator: Operator, truth: Call, inputs: Inputs, setting: Setting) -> float:
-    measure = median_error if operator.sorts else relative_error
-    ours = _outputs(operator, operator.call, inputs, setting.backward)
-    return measure(ours, _outputs(operator, truth, inputs, setting.backward))
-
-
-def _outputs(operator: Operator, call: Call, inputs: Inputs, backward: bool) -> list[Tensor]:
-    """The output and, with `backward`, the gradients of what went in."""
-    q, k, v = _arguments(operator, inputs, backward)
+def _outputs(contestant: Contestant, inputs: Sequence[Tensor], backward: bool) -> list[Tensor]:
+    """The output and, with `backward`, the gradients of the inputs."""
+    q, k, v = (x.detach().requires_grad_(backward) for x in inputs[:3])
+    with torch.set_grad_enabled(backward):
+        out = contestant(q, k, v)
     if not backward:
-        with torch.no_grad():
-            return [call(q, k, v)]
-    out = call(q, k, v)
-    leaves = (q, v) if operator.shared_qk else (q, k, v)
-    return [out.detach(), *torch.autograd.grad(out, leaves, inputs.grad.to(out.dtype))]
+        return [out]
+    grads = torch.autograd.grad(out, _leaves(contestant.module, q, k, v), inputs[3].to(out.dtype))
+    return [out.detach(), *grads]
+
+
+def check_backends(device: torch.device, progress: Progress = no_progress) -> Iterator[Row]:
+    """Compare each fused backend with the reference on this machine, forward and, where it can, backward.
+
+    The compiler, the driver and the device all have a part in whether a backend is right.
+    """
+    half = (torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.bfloat16,)
+    for shape, bits, support, causal in SELF_CHECKS:
+        for dtype in (torch.float32, *half):
+            setting = Setting(shape, dtype, device, causal)
+            layer = build_layer("eco", setting, bits=bits, support=support)
+            if not isinstance(layer, HashedAttention):
+                raise TypeError("another mechanism, without hashing, is registered as 'eco'")
+            for backward in (False, True):
+                how = replace(setting, backward=backward)
+                inputs: list[Tensor] = []
+                for contestant in contestants_of(layer, how):
+                    if contestant.use == "eager":
+                        continue
+                    progress(f"{contestant.backend}: {shape} in {dtype}, {bits} bits")
+                    inputs = inputs or draw_inputs(how, [layer.hasher])
+                    row = checked(contestant, inputs, how)
+                    row.setting |= {"bits": bits, "support": support}
+                    yield row

@@ -1,131 +1,119 @@
-"""Energy that a machine's own counters measured, with its idle power taken off and stated."""
+"""Energy by the machine's own counters: NVML for a GPU, RAPL for a processor. Idle power is subtracted."""
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ecoformer.benchmarking.meters import Meter, open_meter
-from ecoformer.benchmarking.timing import synchronize
-
+POWERCAP = Path("/sys/class/powercap")
 IDLE_SECONDS = 2.0
 WORK_SECONDS = 3.0
-"""NVML refreshes its counter about ten times a second: over three seconds that is three percent at worst."""
-
+"""NVML updates its counter about ten times per second: three seconds are right to three percent."""
 _BURST_SECONDS = 0.02
 
-
-@dataclass(frozen=True)
-class Energy:
-    """Energy of one call.
-
-    Attributes:
-        joules: of a call, idle power taken off.
-        gross_joules: of a call, as measured.
-        idle_watts: what was taken off for every second, measured before.
-        watts: mean power while it ran.
-        calls: how many calls were measured.
-        seconds: how long they took.
-        source: the counter.
-        per_item_joules: `joules` divided by the images or texts of a call.
-    """
-
-    joules: float
-    gross_joules: float
-    idle_watts: float
-    watts: float
-    calls: int
-    seconds: float
-    source: str
-    per_item_joules: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return asdict(self)
+Counter = Callable[[], float]
+"""Joules so far."""
 
 
-class EnergyBench:
-    """Measures calls with one meter; idle power is measured once, before any of them.
+class NoCounterError(RuntimeError):
+    """There is no energy counter, or it cannot be read."""
 
-    Args:
-        device: whose energy is asked for.
-        meter: the counter; by default the one that this machine has.
-        idle_seconds: how long idle power is measured.
-        work_seconds: how long each contestant runs.
-        clock: seconds; tests have their own.
-        sleep: waits so many seconds.
-    """
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        meter: Meter | None = None,
-        idle_seconds: float | None = None,
-        work_seconds: float | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._device, self._clock = device, clock
-        self._work_seconds = WORK_SECONDS if work_seconds is None else work_seconds
-        self._closing = ExitStack()
-        found = (meter, "") if meter is not None else open_meter(device)
-        self.meter, self.missing = found
-        self.idle_watts = 0.0
-        if self.meter is not None:
-            self._closing.callback(self.meter.close)
-            synchronize(device)
-            start, before = clock(), self.meter.joules()
-            sleep(IDLE_SECONDS if idle_seconds is None else idle_seconds)
-            self.idle_watts = (self.meter.joules() - before) / (clock() - start)
+class EnergyMeter:
+    """Measures calls; idle power is measured once, before any of them."""
 
-    @property
-    def note(self) -> str:
-        """What a reader must know of the figures, or why there are none."""
-        if self.meter is None:
-            return f"no energy: {self.missing}"
-        idle = f"the idle power of {self.idle_watts:.1f} W, measured before, is taken off"
-        return f"energy by {self.meter.source}; {idle}"
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._counter, self._idle_watts = device, None, 0.0
+        try:
+            self._counter, self._source = _nvml(device) if device.type == "cuda" else _rapl(POWERCAP)
+        except NoCounterError as error:
+            self.note = f"no energy: {error}"
+            return
+        before, start = self._counter(), time.perf_counter()
+        time.sleep(IDLE_SECONDS)
+        self._idle_watts = (self._counter() - before) / (time.perf_counter() - start)
+        self.note = f"energy by {self._source}; idle power of {self._idle_watts:.1f} W is subtracted"
 
-    def measure(self, work: Callable[[], object], items: int = 1) -> Energy | None:
-        """Run `work` again and again and share the energy out; None without a meter."""
-        if self.meter is None:
+    def measure(self, work: Callable[[], object], items: int = 1) -> dict[str, Any] | None:
+        """Run `work` again and again: joules per call and per item; None without a counter."""
+        if self._counter is None:
             return None
-        calls, burst = 0, 1
-        synchronize(self._device)
-        start, before = self._clock(), self.meter.joules()
-        while (begun := self._clock()) - start < self._work_seconds:
+        calls, burst, taken = 0, 1, 0.0
+        before, start = self._counter(), time.perf_counter()
+        while taken < WORK_SECONDS:
             for _ in range(burst):
                 work()
-            synchronize(self._device)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
             calls += burst
-            # Waiting for every call would leave the GPU idle between short ones.
-            burst = burst * 2 if self._clock() - begun < _BURST_SECONDS else burst
-        gross = self.meter.joules() - before
-        seconds = self._clock() - start
-        net = gross - self.idle_watts * seconds
-        return Energy(
-            net / calls,
-            gross / calls,
-            self.idle_watts,
-            gross / seconds,
-            calls,
-            seconds,
-            self.meter.source,
-            net / calls / items,
+            now = time.perf_counter() - start
+            # Waiting for each call would leave the GPU idle between short ones.
+            burst, taken = (burst * 2 if now - taken < _BURST_SECONDS else burst), now
+        gross = self._counter() - before
+        net = gross - self._idle_watts * taken
+        return {
+            "joules": net / calls,
+            "gross_joules": gross / calls,
+            "idle_watts": self._idle_watts,
+            "watts": gross / taken,
+            "calls": calls,
+            "seconds": taken,
+            "source": self._source,
+            "per_item_joules": net / calls / items,
+        }
+
+
+def _nvml(device: torch.device) -> tuple[Counter, str]:
+    try:
+        pynvml = importlib.import_module("pynvml")
+    except ImportError:
+        raise NoCounterError("NVML is not installed: pip install 'ecoformer[energy]'") from None
+    try:
+        pynvml.nvmlInit()
+        # By UUID, because NVML counts all GPUs and PyTorch only the visible ones.
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except pynvml.NVMLError as error:
+        raise NoCounterError(f"NVML has no energy counter for {device} (Volta or later): {error}") from None
+    source = "NVML's energy counter (the whole GPU, all processes)"
+    return lambda: float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3, source
+
+
+def _rapl(root: Path) -> tuple[Counter, str]:
+    """All processor packages. Their parts (core, dram) are included in them, and "psys" includes them."""
+    zones = [zone for zone in sorted(root.glob("intel-rapl:*")) if zone.name.count(":") == 1]
+    zones = [zone for zone in zones if _read(zone / "name").startswith("package")]
+    if not zones:
+        raise NoCounterError(
+            f"no RAPL counter under {root}: it needs Linux on an Intel or AMD processor, and most virtual "
+            "machines hide it"
         )
+    ranges = [int(_read(zone / "max_energy_range_uj")) for zone in zones]
+    last = [int(_read(zone / "energy_uj")) for zone in zones]
+    total = 0
 
-    def close(self) -> None:
-        """Let the counter go."""
-        self._closing.close()
+    def joules() -> float:
+        nonlocal total
+        for i, zone in enumerate(zones):
+            now = int(_read(zone / "energy_uj"))
+            total += (now - last[i]) % ranges[i]  # a full counter starts again at zero
+            last[i] = now
+        return total / 1e6
 
-    def __enter__(self) -> EnergyBench:
-        return self
+    return joules, "RAPL (all processor packages, all processes)"
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except PermissionError:
+        raise NoCounterError(
+            f"only root may read {file}: run as root, or run `sudo chmod o+r {file.parent}/energy_uj` once"
+        ) from None
+    except OSError as error:
+        raise NoCounterError(f"cannot read {file}: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""`bench fit`: how long hash functions take to learn."""
+"""`bench fit`: how long it takes to learn hash functions."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ecoformer.benchmarking.results import Check, Row, Run, device_name
-from ecoformer.benchmarking.timing import Timing, synchronize
+from ecoformer.benchmarking.checking import finite
+from ecoformer.benchmarking.measuring import Progress, no_progress, synchronize
+from ecoformer.benchmarking.results import Check, Row, Run, Timing
 from ecoformer.hashing import FitOptions, KernelHasher, fit_hashers, hashers_of
 
 _JUDGED = 512
@@ -27,72 +28,66 @@ def bench_fit(
     repeats: int = 3,
     seed: int = 0,
     options: FitOptions | None = None,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Progress = no_progress,
 ) -> Run:
-    """Fit a hasher to random tokens (B, H, N, D); it must have learned something before a time is printed."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randn(shape, generator=generator).to(device)
-    run = Run(device_name(device), torch.get_num_threads())
+    """Fit a hasher to random tokens (B, H, N, D); it must do better than random hash functions."""
+    tokens = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
     hasher = KernelHasher(shape[1], shape[3], bits, support).to(device)
-    about: dict[str, Any] = {"shape": list(shape), "bits": bits, "support": support, "hashers": 1}
-    untaught = copy.deepcopy(hasher).fit(
-        tokens, options=FitOptions(steps=0, start="random", support="random")
+    untaught = copy.deepcopy(hasher)
+    untaught.fit(tokens, options=FitOptions(steps=0, start="random", support="random"))
+
+    def check() -> Check:
+        found, random = (each.quality(tokens[:4, :, :_JUDGED]).objective for each in (hasher, untaught))
+        return Check(found / random, 1.0, "the objective of random hash functions")
+
+    about = {"shape": list(shape), "bits": bits, "support": support, "hashers": 1}
+    return _timed(
+        lambda: hasher.fit(tokens, seed=seed, options=options), check, about, device, repeats, progress
     )
-    times = _times(lambda: hasher.fit(tokens, seed=seed, options=options), device, repeats, progress)
-    few = tokens[:4, :, :_JUDGED]
-    check = Check(
-        hasher.quality(few).objective / untaught.quality(few).objective,
-        1.0,
-        "the objective of random hash functions",
-    )
-    run.rows.append(_row(about, times, check, 1))
-    return run
 
 
 def bench_model_fit(
     model: nn.Module,
-    batch: torch.Tensor,
+    batch: Tensor,
     what: str,
     *,
     repeats: int = 3,
     options: FitOptions | None = None,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Progress = no_progress,
 ) -> Run:
     """Fit all hashers of a model in one forward pass."""
-    device = batch.device
-    run = Run(device_name(device), torch.get_num_threads())
-    about: dict[str, Any] = {"model": what, "shape": list(batch.shape), "hashers": len(hashers_of(model))}
 
     def fit() -> object:
         return fit_hashers(model, [batch], samples=len(batch), progress=False, options=options)
 
-    times = _times(fit, device, repeats, progress)
-    with torch.no_grad():
-        broken = float((~model(batch).isfinite()).float().mean())
-    run.rows.append(_row(about, times, Check(broken, 0.0, "finite numbers"), len(hashers_of(model))))
-    return run
+    about = {"model": what, "shape": list(batch.shape), "hashers": len(hashers_of(model))}
+    check = torch.no_grad()(lambda: finite(model(batch)))
+    return _timed(fit, check, about, batch.device, repeats, progress)
 
 
-def _times(
-    fit: Callable[[], object], device: torch.device, repeats: int, progress: Callable[[str], None]
-) -> list[float]:
-    """Milliseconds of every fit; they take seconds, so that none is spent on warming up."""
+def _timed(
+    fit: Callable[[], object],
+    check: Callable[[], Check],
+    about: dict[str, Any],
+    device: torch.device,
+    repeats: int,
+    progress: Progress,
+) -> Run:
+    """Time every fit, without a warm-up: each takes seconds."""
     times: list[float] = []
     for repeat in range(repeats):
-        before = f", the last one took {times[-1] / 1e3:.1f} s" if times else ""
-        progress(f"fit {repeat + 1} of {repeats}{before}")
+        progress(f"fit {repeat + 1} of {repeats}" + (f", the last took {times[-1]:.1f} s" if times else ""))
         synchronize(device)
         start = time.perf_counter()
         fit()
         synchronize(device)
-        times.append((time.perf_counter() - start) * 1e3)
-    return times
-
-
-def _row(about: dict[str, Any], times: list[float], check: Check, hashers: int) -> Row:
-    timing = Timing.of(times)
-    seconds = {"seconds": timing.median_ms / 1e3, "seconds_per_hasher": timing.median_ms / 1e3 / hashers}
-    if check.passed:
-        return Row("eco", "eager", about | seconds, check, timing=timing)
-    why = f"wrong result: {check.error:.3g} against {check.against}, at most {check.bound:.3g} allowed"
-    return Row("eco", "eager", about, check, failure=why, wrong=True)
+        times.append(time.perf_counter() - start)
+    row = Row("eco", "eager", about)
+    row.checked = row.check(check)
+    if row.failure is None:
+        row.timing = Timing.of([seconds * 1e3 for seconds in times])
+        seconds = row.timing.median_ms / 1e3
+        row.setting |= {"seconds": seconds, "seconds_per_hasher": seconds / about["hashers"]}
+    run = Run.on(device)
+    run.rows.append(row)
+    return run

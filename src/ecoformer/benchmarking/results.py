@@ -1,11 +1,12 @@
-"""What a benchmark hands back: rows, each with a time or with the reason why there is none, and notes."""
+"""What a benchmark returns: rows, each with a time or the reason why it has none, and notes."""
 
 from __future__ import annotations
 
 import math
 import platform
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,11 @@ import torch
 
 import ecoformer
 from ecoformer.arguments import one_line
-from ecoformer.benchmarking.energy import Energy
-from ecoformer.benchmarking.timing import Timing
 
 
 @dataclass(frozen=True)
 class Check:
-    """A result held against a better one.
-
-    Attributes:
-        error: |result - truth| / |truth|, the worst of all comparisons.
-        bound: what it may be.
-        against: what the truth was.
-    """
+    """A comparison: the worst |result - truth| / |truth|, its bound, and the name of the truth."""
 
     error: float
     bound: float
@@ -36,68 +29,104 @@ class Check:
         """Whether the error is within its bound; NaN never is."""
         return self.error <= self.bound
 
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, which has no NaN."""
+        error = self.error if math.isfinite(self.error) else None
+        return {"error": error, "bound": self.bound, "against": self.against, "passed": self.passed}
+
 
 @dataclass(frozen=True)
+class Timing:
+    """Median and quartiles of the milliseconds per call."""
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    repeats: int
+
+    @classmethod
+    def of(cls, milliseconds: Sequence[float]) -> Timing:
+        """Summarise single times."""
+        if len(milliseconds) == 1:
+            return cls(milliseconds[0], milliseconds[0], milliseconds[0], 1)
+        low, median, high = statistics.quantiles(milliseconds, n=4, method="inclusive")
+        return cls(median, low, high, len(milliseconds))
+
+
+@dataclass
 class Row:
     """One contestant.
 
     Attributes:
         mechanism: name of the mechanism.
-        backend: what computed it.
-        setting: what was measured: shape, batch, resolution.
-        checked: the comparison that stood before the time; None where there was nothing to compare.
+        backend: what computes it.
+        setting: what is measured: shape, batch, resolution.
+        checked: the comparison made before timing.
+        as_timed: for models, a second comparison, of exactly the work that is timed.
         failure: why there is no time.
-        wrong: whether the failure is one of the code, and not of the machine's memory.
+        wrong: whether the failure is a bug, rather than a lack of memory.
         timing: the time.
         ratio_to_sdpa: how many times as fast as softmax by SDPA in the same run.
-        per_second: samples or tokens a second, where the contestant is a model.
+        per_second: images or tokens per second, for models.
         peak_mb: peak memory of a call.
-        energy: energy of a call.
+        energy: energy of a call, from `EnergyMeter.measure`.
     """
 
     mechanism: str
     backend: str
     setting: dict[str, Any]
     checked: Check | None = None
+    as_timed: Check | None = None
     failure: str | None = None
     wrong: bool = False
     timing: Timing | None = None
     ratio_to_sdpa: float | None = None
     per_second: float | None = None
     peak_mb: float | None = None
-    energy: Energy | None = None
-    as_timed: Check | None = None
-    """A second comparison, of the very work that is timed: whole models only."""
+    energy: dict[str, Any] | None = None
 
     @property
     def label(self) -> str:
         """Mechanism and backend."""
         return f"{self.mechanism} ({self.backend})"
 
+    def check(self, compare: Callable[[], Check | None]) -> Check | None:
+        """Run a comparison; if it raises or does not pass, the row has failed."""
+        try:
+            found = compare()
+        except Exception as error:
+            # Running out of memory is the machine's fault, anything else is a bug.
+            out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+            self.wrong = not out_of_memory and "can't allocate memory" not in str(error)
+            why = f"failed: {type(error).__name__}: {one_line(error, 200)}"
+            self.failure = why if self.wrong else "out of memory"
+            return None
+        if found is not None and not found.passed:
+            self.wrong = True
+            bound = f"bound {found.bound:.1e}"
+            self.failure = f"wrong result: error {found.error:.1e} against {found.against}, {bound}"
+        return found
+
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: times at the top, what is not finite as null."""
+        """For JSON, with times at the top level."""
         timing = asdict(self.timing) if self.timing else dict.fromkeys(Timing.__dataclass_fields__)
         facts = {"mechanism": self.mechanism, "backend": self.backend} | self.setting | timing
-        facts |= {
-            "ratio_to_sdpa": self.ratio_to_sdpa,
-            "peak_mb": self.peak_mb,
-            "checked": _told(self.checked),
-        }
+        facts |= {"ratio_to_sdpa": self.ratio_to_sdpa, "peak_mb": self.peak_mb}
+        facts["checked"] = None if self.checked is None else self.checked.to_dict()
         if self.as_timed is not None:
-            facts["checked_as_timed"] = _told(self.as_timed)
+            facts["checked_as_timed"] = self.as_timed.to_dict()
         if self.per_second is not None:
             facts[self.setting["counted"] + "_per_s"] = self.per_second
         if self.energy is not None:
-            facts["energy"] = self.energy.to_dict()
+            facts["energy"] = self.energy
         if self.failure is not None:
             facts["failure"] = self.failure
-        finite: dict[str, Any] = _finite(facts)
-        return finite
+        return facts
 
 
 @dataclass
 class Run:
-    """All rows of one run, and what a reader must know of them."""
+    """The rows of one run, and notes for the reader; `quiet` is False if other programs used the CPU."""
 
     device: str
     threads: int
@@ -105,80 +134,49 @@ class Run:
     notes: list[str] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)
     quiet: bool = True
-    """Whether nobody else was seen to take the CPU while it was timed."""
+
+    @classmethod
+    def on(cls, device: torch.device) -> Run:
+        """An empty run on a device."""
+        return cls(device_name(device), torch.get_num_threads())
 
     @property
     def wrong(self) -> list[Row]:
-        """Rows whose code failed."""
+        """Rows that failed because of a bug."""
         return [row for row in self.rows if row.wrong]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        own = ecoformer.__version__
-        versions = {"python": platform.python_version(), "torch": torch.__version__, "ecoformer": own}
-        facts = {"device": self.device, "threads": self.threads, "versions": versions, "quiet": self.quiet}
+        """For JSON."""
+        facts = {"device": self.device, "threads": self.threads, "versions": versions(), "quiet": self.quiet}
         return facts | self.more | {"rows": [row.to_dict() for row in self.rows], "notes": self.notes}
 
 
-def with_check(row: Row, check: Check) -> Row:
-    """The row, failed if the check is."""
-    if check.passed:
-        return row
-    why = f"wrong result: error {check.error:.1e} against {check.against}, at most {check.bound:.1e} allowed"
-    return replace(row, failure=why, wrong=True)
+def set_ratios(rows: Sequence[Row]) -> None:
+    """Set `ratio_to_sdpa` by the softmax row among the rows."""
+    base = next((row.timing for row in rows if row.mechanism == "softmax"), None)
+    for row in rows:
+        row.ratio_to_sdpa = base.median_ms / row.timing.median_ms if base and row.timing else None
 
 
-def failed(row: Row, error: Exception) -> Row:
-    """The row of a contestant that raised: want of memory is the machine's, all else the code's."""
-    short_of_memory = isinstance(
-        error, (torch.OutOfMemoryError, MemoryError)
-    ) or "can't allocate memory" in str(error)
-    if short_of_memory:
-        return replace(row, failure="out of memory")
-    return replace(row, failure=f"failed: {type(error).__name__}: {one_line(error, 200)}", wrong=True)
+def versions() -> dict[str, str]:
+    """Versions that a result depends on."""
+    own = ecoformer.__version__
+    return {"python": platform.python_version(), "torch": torch.__version__, "ecoformer": own}
 
 
 def device_name(device: torch.device) -> str:
-    """What ran, in words."""
+    """The name of the GPU or CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return _processor() or f"{platform.machine()} CPU"
-
-
-@cache
-def _processor() -> str | None:
-    """The CPU's name, where the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return None
+        lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names and names[0] else None
+    return next(filter(None, names), f"{platform.machine()} CPU")
 
 
 def hardware(device: torch.device) -> str:
-    """What ran, and on the CPU with how many threads."""
+    """The device's name and, for a CPU, the number of threads."""
     threads = "" if device.type == "cuda" else f", {torch.get_num_threads()} threads"
     return device_name(device) + threads
-
-
-def with_ratios(rows: list[Row]) -> list[Row]:
-    """The same rows with `ratio_to_sdpa`, by the softmax row among them."""
-    base = next((r.timing for r in rows if r.mechanism == "softmax"), None)
-
-    def ratio(row: Row) -> float | None:
-        return base.median_ms / row.timing.median_ms if base and row.timing else None
-
-    return [replace(row, ratio_to_sdpa=ratio(row)) for row in rows]
-
-
-def _told(check: Check | None) -> dict[str, Any] | None:
-    return None if check is None else asdict(check) | {"passed": check.passed}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -1,4 +1,4 @@
-"""`ecoformer bench`: times, memory and energy; no time for a wrong result."""
+"""`ecoformer bench`: time, memory and energy; results are checked before they are timed."""
 
 from __future__ import annotations
 
@@ -8,26 +8,16 @@ from typing import Annotated
 import torch
 import typer
 
-from ecoformer.benchmarking.attention import DTYPES, MECHANISMS, bench_attention
-from ecoformer.benchmarking.crossover import LONGEST, find_crossover
+from ecoformer.benchmarking.attention import DTYPES, MECHANISMS, Setting, bench_attention
 from ecoformer.benchmarking.fitting import bench_fit, bench_model_fit
-from ecoformer.benchmarking.graphs import require_graphs
+from ecoformer.benchmarking.lengths import LONGEST, crossover_sentence, find_crossover, plot_lengths
+from ecoformer.benchmarking.measuring import Bench
 from ecoformer.benchmarking.models import bench_models
-from ecoformer.benchmarking.operators import Setting
-from ecoformer.benchmarking.plot import plot_lengths
-from ecoformer.benchmarking.timing import threads as thread_count
-from ecoformer.cli.bench_models import base_model
 from ecoformer.cli.bench_options import (
-    AsJson,
-    Device,
-    Energy,
-    Graphs,
-    Resolution,
-    Threads,
-    Tokens,
     backend_notes,
+    base_model,
     exclude,
-    progress,
+    measuring,
     read_choice,
     read_device,
     read_names,
@@ -38,8 +28,17 @@ from ecoformer.cli.bench_tables import show
 from ecoformer.cli.simulated import target
 from ecoformer.conversion import convert
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Device = Annotated[str | None, typer.Option(help="`cpu` or `cuda`; default: the GPU, if there is one.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; default: PyTorch's.", min=1, max=1024)]
+Resolution = Annotated[int | None, typer.Option(help="Height and width of images; default: 224.", min=1)]
+Tokens = Annotated[int | None, typer.Option(help="Tokens of a text; default: 4096.", min=1)]
+Energy = Annotated[bool, typer.Option("--energy", help="Measure energy: NVML on a GPU, RAPL on a CPU.")]
+Graphs = Annotated[bool, typer.Option("--graphs", help="Time CUDA graphs, without kernel launches.")]
+Seconds = Annotated[float, typer.Option(help="Approximate seconds for each contestant.", min=0.01)]
+
 bench = typer.Typer(
-    help="Times, memory and energy, side by side in one run; no time for a wrong result.",
+    help="Time, memory and energy, side by side in one run. Results are checked before they are timed.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
@@ -51,26 +50,26 @@ def attention(
     dtype: Annotated[str, typer.Option(help="`fp32`, `bf16`, `fp16` or `fp64`.")] = "fp32",
     device: Device = None,
     backward: Annotated[bool, typer.Option("--backward", help="Forward and backward.")] = False,
-    causal: Annotated[bool, typer.Option("--causal", help="Every token sees those up to itself.")] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="Causal attention.")] = False,
     mechanisms: Annotated[
-        str, typer.Option(help="Names as `ecoformer info` lists them; `explicit` forms the N x N matrix.")
+        str, typer.Option(help="Names from `ecoformer info`; `explicit` forms the N x N matrix.")
     ] = ",".join(MECHANISMS),
     compile_: Annotated[
-        bool, typer.Option("--compile", help="Hashed attention by torch.compile too.")
+        bool, typer.Option("--compile", help="Also hashed attention by torch.compile.")
     ] = False,
     graphs: Graphs = False,
     crossover: Annotated[
-        bool, typer.Option("--crossover", help="Find the N from which eco is faster than SDPA.")
+        bool, typer.Option("--crossover", help="Find the N where eco overtakes SDPA.")
     ] = False,
     longest: Annotated[
-        int | None, typer.Option(help=f"Where --crossover gives up: {LONGEST:,} if nothing is said.", min=16)
+        int | None, typer.Option(help=f"Where --crossover gives up; default: {LONGEST:,}.", min=16)
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw time and memory against N: .png, .svg or .pdf.", callback=target),
+        typer.Option(help="Plot time and memory against N: .png, .svg or .pdf.", callback=target),
     ] = None,
     energy: Energy = False,
-    seconds: Annotated[float, typer.Option(help="Seconds to time each contestant, about.", min=0.01)] = 1.0,
+    seconds: Seconds = 1.0,
     threads: Threads = None,
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
     as_json: AsJson = False,
@@ -86,14 +85,15 @@ def attention(
     if plot is not None:
         shapes = _lengths(shapes)
     on, precision = read_device(device), read_choice("--dtype", dtype, DTYPES)
-    settings = [Setting(size, precision, on, causal, backward, compile_, seed, graphs) for size in shapes]
-    names = read_names("--mechanisms", mechanisms)
-    with thread_count(threads), progress() as tell:
-        run = bench_attention(settings, names, seconds=seconds, energy=energy, progress=tell)
+    names = read_names("--mechanisms", mechanisms, also=["explicit"])
+    settings = [Setting(size, precision, on, causal, backward, compile_, seed) for size in shapes]
+    with measuring(threads) as progress:
+        how = Bench(on, seconds, graphs, energy=energy, progress=progress)
+        run = bench_attention(settings, names, how)
         if crossover:
-            found = find_crossover(settings[-1], longest=longest or LONGEST, progress=tell)
-            run.more["crossover"] = found.to_dict()
-            run.notes.append(str(found))
+            quick = Bench(on, 0.2, graphs, progress=progress)
+            run.more["crossover"] = find_crossover(settings[-1], quick, longest or LONGEST)
+            run.notes.append(crossover_sentence(run.more["crossover"]))
     if plot is not None:
         plot_lengths(run, plot)
         run.notes.append(f"wrote {plot}")
@@ -104,50 +104,50 @@ def attention(
 @bench.command()
 def model(
     name: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A timm model's name, a checkpoint, a folder, `lra_text`.")
+        str,
+        typer.Argument(metavar="MODEL", help="A timm model's name, a checkpoint, a folder or `lra_text`."),
     ],
     attention: Annotated[
-        str, typer.Option(help="Mechanisms; `explicit` is softmax with its N x N matrix.")
-    ] = "softmax,eco",
+        str,
+        typer.Option(help="Mechanisms; `native` is the model as it is, `explicit` forms the N x N matrix."),
+    ] = "softmax,native,eco",
     resolution: Resolution = None,
     tokens: Tokens = None,
-    batch: Annotated[str, typer.Option(help="Samples of a batch: `1,16`.")] = "1",
-    train: Annotated[bool, typer.Option("--train", help="Training steps, not inference.")] = False,
+    batch: Annotated[str, typer.Option(help="Batch sizes: `1,16`.")] = "1",
+    train: Annotated[bool, typer.Option("--train", help="Training steps instead of inference.")] = False,
     compile_: Annotated[bool, typer.Option("--compile", help="All models by torch.compile.")] = False,
     channels_last: Annotated[bool, typer.Option("--channels-last", help="Images channels last.")] = False,
     amp: Annotated[str | None, typer.Option(help="Autocast: `bf16` or `fp16`.")] = None,
     graphs: Graphs = False,
     device: Device = None,
     energy: Energy = False,
-    seconds: Annotated[float, typer.Option(help="Seconds to time each contestant, about.", min=0.01)] = 2.0,
+    seconds: Seconds = 2.0,
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
-    """A whole model with one mechanism or another: images or tokens a second.
+    """A model with one mechanism or another: images or tokens per second.
 
-    Example: `ecoformer bench model pvt_v2_b0 --attention softmax,explicit,eco --batch 1,16`
+    Example: `ecoformer bench model pvt_v2_b0 --attention softmax,native,explicit,eco --batch 1,16`
     """
     notes = backend_notes()
-    names, sizes, on = (
-        read_names("--attention", attention),
-        read_numbers("--batch", batch),
-        read_device(device),
-    )
-    if graphs:
-        require_graphs(on)
+    names = read_names("--attention", attention, also=["explicit", "native"])
+    sizes, on = read_numbers("--batch", batch), read_device(device)
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    base, load = base_model(
-        name,
-        resolution,
-        tokens,
-        train=train,
-        compiled=compile_,
-        channels_last=channels_last,
-        amp=None if amp is None else read_choice("--amp", amp, half),
-        graphs=graphs,
-    )
-    with thread_count(threads), progress() as tell:
-        run = bench_models(base, names, load, sizes, on, seconds=seconds, energy=energy, progress=tell)
+    precision = None if amp is None else read_choice("--amp", amp, half)
+    with measuring(threads) as progress:
+        how = Bench(on, seconds, graphs, energy=energy, progress=progress)
+        base, load = base_model(
+            name,
+            resolution,
+            tokens,
+            train=train,
+            compiled=compile_,
+            channels_last=channels_last,
+            amp=precision,
+        )
+        if graphs:
+            load.about["graphs"] = True
+        run = bench_models(base, names, load, sizes, how)
     run.notes += notes
     show(run, as_json)
 
@@ -155,7 +155,7 @@ def model(
 @bench.command()
 def fit(
     shape: Annotated[
-        str | None, typer.Option(help="Tokens to learn from: `B,H,N,D`; `16,1,3136,32` if nothing is said.")
+        str | None, typer.Option(help="Tokens to learn from: `B,H,N,D`; default: `16,1,3136,32`.")
     ] = None,
     bits: Annotated[int, typer.Option(help="Bits of a code.", min=1)] = 16,
     support: Annotated[int, typer.Option(help="Support samples.", min=1)] = 25,
@@ -165,37 +165,37 @@ def fit(
     resolution: Resolution = None,
     tokens: Tokens = None,
     samples: Annotated[
-        int | None, typer.Option(help="Images or texts to learn from: 16 if nothing is said.", min=1)
+        int | None, typer.Option(help="Images or texts to learn from; default: 16.", min=1)
     ] = None,
     repeats: Annotated[int, typer.Option(help="How often to fit.", min=1)] = 3,
     device: Device = None,
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
-    """How long hash functions take to learn: a hasher's, or all of a model's.
+    """How long it takes to learn the hash functions of one hasher or of a model.
 
     Example: `ecoformer bench fit --shape 16,1,3136,32 --bits 16 --support 25`
     """
     on = read_device(device)
-    with thread_count(threads), progress() as tell:
+    with measuring(threads) as progress:
         if name is None:
             for option, given in (("resolution", resolution), ("tokens", tokens), ("samples", samples)):
                 exclude(f"--{option}", given, "without --model")
             size = read_shape(shape or "16,1,3136,32")
-            run = bench_fit(size, on, bits=bits, support=support, repeats=repeats, progress=tell)
+            run = bench_fit(size, on, bits=bits, support=support, repeats=repeats, progress=progress)
         else:
             exclude("--shape", shape, "with --model")
             base, load = base_model(name, resolution, tokens)
             convert(base, "eco", bits=bits, support=support)
             batch = load.make(samples or 16).to(on)
-            run = bench_model_fit(base.to(on).eval(), batch, name, repeats=repeats, progress=tell)
+            run = bench_model_fit(base.to(on).eval(), batch, name, repeats=repeats, progress=progress)
     show(run, as_json)
 
 
 def _lengths(shapes: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """The lengths to draw: as given or, of a single one, its halves and quarters."""
+    """The shapes to plot: as given, or a single one with N, N/2, ... N/16."""
     if len({(b, h, d) for b, h, _, d in shapes}) > 1:
-        raise ValueError("--plot draws against N: the shapes must agree in all else")
+        raise ValueError("--plot plots against N: B, H and D of all --shape must be the same")
     if len(shapes) > 1:
         return sorted(shapes)
     batch, heads, tokens, dim = shapes[0]

@@ -13,7 +13,7 @@ from ecoformer.cli.console import plain_console
 
 
 def show(run: Run, as_json: bool) -> None:
-    """Print a run; the status is 1 if any result was wrong."""
+    """Print a run; the exit status is 1 if a result was wrong."""
     if as_json:
         typer.echo(json.dumps(run.to_dict(), indent=2))
     else:
@@ -42,7 +42,7 @@ def _title(row: Row) -> str:
 
 
 def _table(title: str, rows: list[Row]) -> Table:
-    """Columns that no row fills are left out; why a row has no time is said below."""
+    """Columns that no row fills are left out; failures are listed below."""
     table = Table("mechanism", "backend", title=title, title_justify="left")
     cells = [_cells(row) for row in rows]
     names = [name for name in cells[0] if any(row[name] for row in cells)]
@@ -50,31 +50,24 @@ def _table(title: str, rows: list[Row]) -> Table:
         table.add_column(name, justify="right")
     for row, cell in zip(rows, cells, strict=True):
         table.add_row(row.mechanism, row.backend, *(cell[name] for name in names))
-    failures = [f"{row.label}: {row.failure}" for row in rows if row.failure]
-    if failures:
-        table.caption, table.caption_justify = "\n".join(failures), "left"
+    table.caption = "\n".join(f"{row.label}: {row.failure}" for row in rows if row.failure) or None
+    table.caption_justify = "left"
     return table
 
 
 def _cells(row: Row) -> dict[str, str]:
-    timing, energy, counted = row.timing, row.energy, row.setting.get("counted", "calls")
+    timing, check, checked = row.timing, row.checked, ""
+    if check is not None and check.passed:
+        checked = f"{check.error:.0e} ≤ {check.bound:.0e}" if check.bound else check.against
     return {
         "ms": _short(timing.median_ms if timing else None),
         "quartiles": f"{_short(timing.low_ms)} – {_short(timing.high_ms)}" if timing else "",
-        f"{counted}/s": _short(row.per_second),
+        f"{row.setting.get('counted', 'calls')}/s": _short(row.per_second),
         "speed, SDPA = 1": _short(row.ratio_to_sdpa),
         "MB": _short(row.peak_mb),
-        "J": _short(energy.per_item_joules if energy else None),
-        "checked": _checked(row),
+        "J": _short(row.energy["per_item_joules"] if row.energy else None),
+        "checked": checked,
     }
-
-
-def _checked(row: Row) -> str:
-    if row.checked is None or not row.checked.passed:
-        return ""
-    if not row.checked.bound:
-        return row.checked.against
-    return f"{row.checked.error:.0e} ≤ {row.checked.bound:.0e}"
 
 
 def _short(value: float | None) -> str:

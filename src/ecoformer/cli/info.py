@@ -15,8 +15,8 @@ from torch import nn
 from ecoformer import __version__
 from ecoformer.attention import list_attentions
 from ecoformer.backends.choice import PREFERRED, VARIABLE, asked_for, available, cannot_on
+from ecoformer.benchmarking.attention import check_backends
 from ecoformer.benchmarking.results import Row
-from ecoformer.benchmarking.self_check import check_backends
 from ecoformer.cli.console import plain_console
 from ecoformer.cli.sources import open_model
 from ecoformer.conversion.layers import Found, find_layers

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ecoformer.benchmarking.timing import time_contestants
+from ecoformer.benchmarking import Work, time_contestants
 from ecoformer.checkpoints import load
 from ecoformer.conversion import convert
 from ecoformer.data.splits import Arrays, Images, Splits
@@ -151,7 +151,7 @@ def _latencies(folder: Path, recipe: Recipe, splits: Splits) -> dict[str, float]
     inputs = _inputs(splits.test, recipe, splits, LATENCY_BATCH)
     models = {name: load(RunFolder(folder / name).model_file) for name in (SOFTMAX, ECO)}
     with torch.inference_mode():
-        works = {name: partial(model, inputs) for name, model in models.items()}
+        works = {name: Work(partial(model, inputs)) for name, model in models.items()}
         for work in works.values():
             work()
         timings = time_contestants(works, torch.device("cpu"), seconds=3.0)
