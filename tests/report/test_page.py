@@ -1,3 +1,4 @@
+import html
 import json
 from html.parser import HTMLParser
 
@@ -96,3 +97,9 @@ def test_pages_are_html_files(tmp_path):
     assert write_page(tmp_path / "new" / "page.html", "x").read_text() == "x"
     with pytest.raises(ValueError, match=r"a page is an \.html file, got page\.pdf"):
         write_page(tmp_path / "page.pdf", "x")
+
+
+@pytest.mark.parametrize("name", ["$x$", "$\\frac$", "a $ b", "50% <of> $5$ & _x^"])
+def test_names_are_not_taken_for_formulas(name, tmp_path):
+    run = read_run(make_run(tmp_path / name))
+    assert html.escape(name) in render("Runs", "lead", [run], table_rows([run]))

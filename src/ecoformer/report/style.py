@@ -65,6 +65,7 @@ _SETTINGS: dict[str, Any] = {
     "svg.hashsalt": "ecoformer",
     "savefig.dpi": 200,
     "path.simplify": False,
+    "text.parse_math": False,  # a name may hold dollars
 }
 
 
