@@ -1,0 +1,36 @@
+"""Ctrl-C before the command has begun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ecoformer_command
+
+
+def test_ctrl_c_while_torch_is_imported_prints_no_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(10)\n"
+    )
+    source = Path(ecoformer_command.__file__).parent
+    found = subprocess.run(
+        [sys.executable, "-c", "import ecoformer_command; ecoformer_command.main()", "--version"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{source}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_later_commands_can_be_interrupted_as_always(monkeypatch):
+    monkeypatch.setattr("ecoformer.cli.main", lambda: os.kill(os.getpid(), signal.SIGINT))
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        ecoformer_command.main()
+    assert signal.getsignal(signal.SIGINT) == handler
