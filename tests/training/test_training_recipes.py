@@ -176,7 +176,7 @@ def test_wrong_changes(change):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "is no YAML"),
+        ("a: [", "is not valid YAML"),
         ("- 1", "must hold keys and values, got list"),
         ("about: x", "data is missing; model is missing; optimiser is missing"),
         ("1: 2", "keys should be strings"),

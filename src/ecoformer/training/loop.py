@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ecoformer.checkpoints import save
 from ecoformer.data.splits import IGNORED, Arrays, Splits
+from ecoformer.files import replacing
 from ecoformer.hashing import fit_hashers, hashers_of
 from ecoformer.storage import load_into
 from ecoformer.training.building import build_model, check_export, load_teacher, make_average
@@ -285,6 +286,7 @@ class Trainer:
                 model = build_model(self.recipe, self.splits)
                 load_into(model, whole, source="the trained weights")
         if self.first:
-            save(model, self.folder.model_file)
+            with replacing(self.folder.model_file) as file:  # `save` follows links
+                save(model, file)
         self.accelerator.wait_for_everyone()
         return self.folder.model_file

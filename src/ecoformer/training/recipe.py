@@ -15,6 +15,9 @@ from typing_extensions import Self
 
 from ecoformer.arguments import one_line
 
+MAX_LENGTH, MAX_DEPTH = 100_000, 20
+MASKED_DATA = ("masked_bytes", "masked_sample")
+"""Data sets whose test bytes are hidden by `mask_rate`, as those of training are."""
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -141,7 +144,7 @@ class Recipe(Section):
     """Processes that share a sample, each with a stretch of its tokens."""
     smoothing: Share = 0.0
     mask_rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """Share of the tokens that are hidden, for data sets of that kind."""
+    """Share of the bytes that are hidden in training and testing, for data sets of masked bytes."""
     mode: Literal["train", "eval"] = "train"
     """`eval` keeps dropout and stochastic depth off, as the released code does when it fine-tunes."""
     ema: Share = 0.0
@@ -156,6 +159,23 @@ class Recipe(Section):
     """Checkpoints that stay."""
     log_every: Positive = 50
     tensorboard: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_mask_rate(cls, values: Any) -> Any:
+        """Take an older recipe's `data.options.rate`, of test data alone, as `mask_rate`."""
+        data: Any = values.get("data") if isinstance(values, dict) else None
+        options = data.get("options") if isinstance(data, dict) and data.get("name") in MASKED_DATA else None
+        if not isinstance(options, dict) or "rate" not in options:
+            return values
+        rate = options["rate"]
+        if values.get("mask_rate", rate) != rate:
+            raise ValueError(
+                f"mask_rate={values['mask_rate']} and data.options.rate={rate} are one setting: leave "
+                "data.options.rate out"
+            )
+        rest = {name: value for name, value in options.items() if name != "rate"}
+        return {**values, "mask_rate": rate, "data": {**data, "options": rest}}
 
 
 def list_recipes() -> list[str]:
@@ -210,7 +230,8 @@ def _problem(found: Any) -> str:
     message = found["msg"].removeprefix("Value error, ")
     given = found["input"]
     plain = not isinstance(given, (dict, BaseModel))
-    return f"{where}: {message[0].lower()}{message[1:]}" + (f", got {given!r}" if plain else "")
+    where += ": " if where else ""
+    return f"{where}{message[0].lower()}{message[1:]}" + (f", got {given!r}" if plain else "")
 
 
 def _fields(section: Any) -> list[str]:
@@ -229,19 +250,34 @@ def _read(source: str) -> dict[str, Any]:
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise FileNotFoundError(f"there is no recipe file {source}")
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_LENGTH + 1)
     elif source in list_recipes():
         text = (resources.files("ecoformer.training") / "recipes" / f"{source}.yaml").read_text("utf-8")
     else:
         names = ", ".join(list_recipes())
         raise ValueError(f"no recipe is called {source!r}: there are {names}, or name a .yaml file")
     try:
-        values = yaml.safe_load(text)
+        values = _parse(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"recipe {source} is no YAML: {one_line(error)}") from None
+        raise ValueError(f"recipe {source} is not valid YAML: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise ValueError(f"recipe {source} must hold keys and values, got {type(values).__name__}")
     return values
+
+
+def _parse(text: str) -> Any:
+    """Small, shallow YAML without aliases, a few lines of which can stand for billions of values."""
+    if len(text) > MAX_LENGTH:
+        raise yaml.YAMLError(f"longer than {MAX_LENGTH} characters")
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not supported, write the values out")
+        if depth > MAX_DEPTH:
+            raise yaml.YAMLError(f"nested more than {MAX_DEPTH} deep")
+    return yaml.safe_load(text)
 
 
 def _apply(values: dict[str, Any], change: str) -> None:
@@ -257,7 +293,7 @@ def _apply(values: dict[str, Any], change: str) -> None:
         if not isinstance(place, dict):
             raise ValueError(f"--set {change}: {name} has no keys of its own")
     try:
-        value = yaml.safe_load(text)
+        value = _parse(text)
     except yaml.YAMLError:
         raise ValueError(f"--set {key}: cannot read the value {text!r}") from None
     # YAML takes 1e-3 for a word.

@@ -24,7 +24,7 @@ from ecoformer.training.display import Display
 from ecoformer.training.loading import measured_batches
 from ecoformer.training.loop import Interrupted, Trainer
 from ecoformer.training.measuring import figures, judge
-from ecoformer.training.recipe import Recipe, changed, load_recipe
+from ecoformer.training.recipe import MASKED_DATA, Recipe, changed, load_recipe
 from ecoformer.training.state import RunFolder
 from ecoformer.training.tasks import Task
 
@@ -36,7 +36,8 @@ class RunStopped(RuntimeError):
 def load_splits(recipe: Recipe) -> Splits:
     """The recipe's data."""
     data = recipe.data
-    return load_data(data.name, data.root, **data.options)
+    rate = {"rate": recipe.mask_rate} if data.name in MASKED_DATA else {}
+    return load_data(data.name, data.root, **data.options | rate)
 
 
 def train(
@@ -65,20 +66,21 @@ def train(
     if folder.is_finished():
         finished: dict[str, Any] = json.loads(folder.result_file.read_text(encoding="utf-8"))
         return finished
-    if splits is None:
-        shared = "cache" in recipe.data.options  # two processes must not write it at once
-        with one_process_first(device) if shared else nullcontext():
-            splits = load_splits(recipe)
     first = is_first_process()
-    board = folder.path / "tensorboard" if recipe.tensorboard and first else None
-    display = Display(show=show and first, board=board)
-    trainer = Trainer(recipe, splits, folder, resume=resume, device=device, display=display)
-    with _saying_how_to_go_on(folder):
-        measured = trainer.run()
-        trainer.export()
-        result = _result(trainer, measured)
-        if trainer.first:
-            replace_text(folder.result_file, json.dumps(result, indent=2) + "\n")
+    with folder.locked() if first else nullcontext():
+        if splits is None:
+            shared = "cache" in recipe.data.options  # two processes must not write it at once
+            with one_process_first(device) if shared else nullcontext():
+                splits = load_splits(recipe)
+        board = folder.path / "tensorboard" if recipe.tensorboard and first else None
+        display = Display(show=show and first, board=board)
+        trainer = Trainer(recipe, splits, folder, resume=resume, device=device, display=display)
+        with _saying_how_to_go_on(folder):
+            measured = trainer.run()
+            trainer.export()
+            result = _result(trainer, measured)
+            if trainer.first:
+                replace_text(folder.result_file, json.dumps(result, indent=2) + "\n")
     return result
 
 

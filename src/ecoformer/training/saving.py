@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,10 +73,13 @@ def read_checkpoint(trainer: Trainer) -> None:
                 f"{trainer.folder.path} was trained on {progress.samples} samples, but the data now have "
                 f"{trainer.progress.samples}: resume with the data it began with"
             )
-        trainer.accelerator.load_state(str(path))
-        trainer.progress = progress
         losses = tensors.pop(_LOSSES)
         rank, ranks = trainer.accelerator.process_index, trainer.accelerator.num_processes
+        if rank < len(losses):
+            _check_random_states(path / f"random_states_{rank}.pkl")
+        trainer.accelerator.load_state(str(path))
+        trainer.accelerator.step = 0  # no gradient is half accumulated, whatever the file says
+        trainer.progress = progress
         mine = losses[rank] if len(losses) == ranks else losses.mean(dim=0)
         trainer.losses = list(mine.to(trainer.device))
         if trainer.average is not None:
@@ -84,6 +90,22 @@ def read_checkpoint(trainer: Trainer) -> None:
         if step:
             state.tidy(trainer.folder, trainer.recipe.keep)
     trainer.accelerator.wait_for_everyone()
+
+
+def _check_random_states(file: Path) -> None:
+    """Raise for a file that Accelerate would pass over."""
+    from accelerate.utils import load
+
+    try:
+        states = load(file)
+        random.setstate(states["random_state"])
+        np.random.set_state(states["numpy_random_seed"])  # noqa: NPY002  the state that Accelerate keeps
+        torch.set_rng_state(states["torch_manual_seed"])
+    except Exception as error:  # a malformed pickle fails in many ways
+        raise CheckpointError(
+            f"{file} holds no random states ({one_line(error, 100)}): remove {file.parent} to resume from an "
+            "older checkpoint"
+        ) from error
 
 
 def _agreed_step(trainer: Trainer) -> int:

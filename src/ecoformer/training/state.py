@@ -7,25 +7,30 @@ and renamed when all of it is on the disk.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import secrets
 import shutil
+import socket
+import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import Tensor
 
 from ecoformer.files import TEMPORARY, append_text, replace_text, to_disk
 from ecoformer.storage import CheckpointError, read, write
-from ecoformer.training.recipe import Recipe, as_yaml, checked
+from ecoformer.training.recipe import Recipe, as_yaml, load_recipe
 
+LOCK = ".lock"
 MANIFEST = "manifest.json"
 PROGRESS = "progress.safetensors"
 CHANGEABLE = {
@@ -71,6 +76,22 @@ class RunFolder:
         """The folder of checkpoints."""
         return self.path / "checkpoints"
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for this process, or raise with who holds it; the lock ends with the process."""
+        made = not self.path.exists()
+        self.path.mkdir(parents=True, exist_ok=True)
+        file = self.path / LOCK
+        descriptor = _lock(file)
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
+            os.close(descriptor)
+            if made:
+                with suppress(OSError):  # only where the run has left nothing
+                    self.path.rmdir()
+
     def check(self, recipe: Recipe, *, resume: bool) -> list[str]:
         """Refuse a folder that holds another run, or one that is not to go on; returns what is changed."""
         if not self.recipe_file.exists():
@@ -95,8 +116,12 @@ class RunFolder:
 
     def begin(self, recipe: Recipe, changes: Iterable[str] = ()) -> None:
         """Make the folder, and write down what the run is."""
+        for folder in (self.checkpoints, self.path / "tensorboard"):
+            if folder.is_symlink():
+                raise OSError(f"{folder} is a link: a run writes no files through links, remove it")
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        append_text(self.changes_file, "".join(f"{change}\n" for change in changes))
+        if new := list(changes):
+            replace_text(self.changes_file, "".join(f"{line}\n" for line in (*self.changes(), *new)))
         for left_by_a_kill in self.path.glob(TEMPORARY):
             left_by_a_kill.unlink()
         replace_text(self.recipe_file, as_yaml(recipe))
@@ -114,7 +139,7 @@ class RunFolder:
         """The recipe of the run."""
         if not self.recipe_file.is_file():
             raise FileNotFoundError(f"{self.path} holds no run: there is no {self.recipe_file.name}")
-        return checked(yaml.safe_load(self.recipe_file.read_text(encoding="utf-8")), str(self.recipe_file))
+        return load_recipe(str(self.recipe_file))
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are complete, oldest first."""
@@ -245,12 +270,44 @@ def _checksum(file: Path) -> str:
         return digest.hexdigest()
 
 
+def _lock(file: Path) -> int:
+    """An open descriptor that holds the lock on a file.
+
+    POSIX locks belong to one process: workers that it forks do not hold them after it is killed.
+    """
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                warnings.warn(
+                    f"{file} cannot be locked ({error.strerror}): run one training here", stacklevel=2
+                )
+                return descriptor
+            holder = " ".join(os.read(descriptor, 200).decode(errors="replace").split())
+            os.close(descriptor)
+            raise RuntimeError(
+                f"{file.parent} is in use by {holder or 'another process'}: wait for it to end, or choose "
+                "another --out"
+            ) from None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.lstat(file)):  # the last holder removes the file
+                os.ftruncate(descriptor, 0)
+                since = time.strftime("%Y-%m-%d %H:%M:%S")
+                os.write(
+                    descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode()
+                )
+                return descriptor
+        os.close(descriptor)
+
+
 def _barely_begun(path: Path) -> bool:
     """Whether a folder is what a run leaves that is killed before it has written its recipe."""
     if not path.is_dir():
         return False
     names = (entry.name for entry in path.iterdir())
-    return all(name == "checkpoints" or fnmatch(name, TEMPORARY) for name in names)
+    return all(name in ("checkpoints", LOCK) or fnmatch(name, TEMPORARY) for name in names)
 
 
 def differences(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
