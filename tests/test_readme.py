@@ -70,24 +70,6 @@ def test_sentence_encoder_table_is_the_measured_one():
             assert f"| {variant} | {stage} | {numbers} |" in page
 
 
-def test_accounting_table_is_the_measured_one():
-    page = (ROOT / "docs" / "cost.md").read_text()
-    measured = figures("accounting")
-    for mechanism in ("softmax", "eco"):
-        total, energy = (measured[mechanism]["exact"][key] for key in ("total", "energy_pj"))
-        counts = " | ".join(f"{total[key] / 1e6:,.1f}" for key in ("mul", "add", "exp", "compare", "bytes"))
-        assert f"| {mechanism} | exact | {counts} | " in page
-        assert " | ".join(f"{value / 1e9:.2f}" for value in energy.values()) in page
-    savings = measured["savings"]
-    assert f"{savings['paper']['fp32-45nm']:.1%} by its accounting" in page
-    assert f"{savings['exact']['fp32-45nm']:.1%} by everything" in page
-    assert " | ".join(f"{value:.1%}" for value in savings["exact"].values()) in page
-    eco, softmax = (measured[m]["exact"]["parts"]["attention"]["bytes"] / 1e6 for m in ("eco", "softmax"))
-    assert f"({eco:.0f} million bytes against {softmax:.0f} million in attention)" in page
-    kinds = [measured["eco"][a]["parts"]["attention"]["mul"] for a in ("exact", "paper")]
-    assert f"{(kinds[0] - kinds[1]) / 1e6:.1f} million multiplications" in page.replace("\n", " ")
-
-
 def test_memory_of_a_million_tokens_is_the_measured_one():
     readme = (ROOT / "README.md").read_text().replace("\n", " ")
     measured = figures("million_tokens")

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 import ecoformer
 from ecoformer.accounting import Ledger, sweep
-from ecoformer.accounting.counts import Counts
-from ecoformer.accounting.mechanisms import formula
-from ecoformer.accounting.mechanisms.eco_cpu import eco_on_cpu
+from ecoformer.accounting.cpu_kernels import kernel_counts
 from ecoformer.attention import Attention, HashedAttention
 from ecoformer.cli import main
 from ecoformer.hashing import KernelHasher
 from ecoformer.models.text import TextEncoder
+from ecoformer.operations import Counts
 
 IMAGE = (2, 3, 64, 64)
 TOKENS = (2, 20, 12)
@@ -30,8 +29,8 @@ def _exact(model: nn.Module, example: Any, backend: Any = None) -> Ledger:
     return ecoformer.cost(model, example, accounting="exact", backend=backend)
 
 
-def _within(ledger: Ledger, name: str) -> Counts:
-    return sum((row.counts for row in ledger.rows if f"{row.name}.".startswith(f"{name}.")), Counts())
+def _own(ledger: Ledger, name: str) -> Counts:
+    return next(row.counts for row in ledger.rows if row.name == name)
 
 
 def _layers(model: nn.Module) -> dict[str, Attention]:
@@ -44,22 +43,25 @@ def test_layers_are_their_formulas_and_nothing_else_changes(attention: str, loca
     model = pvt(attention, bits=9, local=local)
     eager, fused = _exact(model, IMAGE), _exact(model, IMAGE, "cpu")
     tokens = {"stages.0": 256, "stages.1": 64, "stages.2": 16}
-    change = Counts()
     hashed = [name for name, layer in _layers(model).items() if isinstance(layer, HashedAttention)]
     assert len(hashed) == 4
     for name in hashed:
         layer, n = model.get_submodule(name), tokens[name[:8]]
-        assert _within(fused, name) == eco_on_cpu(layer, 2, n)
-        assert _within(eager, name) == formula(layer, 2, n)
-        change += eco_on_cpu(layer, 2, n) + formula(layer, 2, n) * -1
-    assert fused.total == eager.total + change
+        branch = Counts(add=2 * n * layer.dim, bytes=12 * 2 * n * layer.dim) if local else Counts()
+        assert _own(fused, name) == kernel_counts(layer, 2, n) + branch
+    others = [
+        [row for row in ledger.rows if not row.name.startswith(tuple(hashed))] for ledger in (eager, fused)
+    ]
+    assert others[0] == others[1]
     assert (fused.backend, fused.refused, fused.uncounted) == ("cpu", (), ())
 
 
 @pytest.mark.parametrize("bias", ["paper", "tight", "official"])
 def test_every_bias_is_its_formula(bias: Any) -> None:
     layer = ecoformer.EcoAttention(64, 2, bias=bias)
-    assert _exact(layer, (1, 100, 64), "cpu").total == eco_on_cpu(layer, 1, 100)
+    ledger = _exact(layer, (1, 100, 64), "cpu")
+    assert _own(ledger, "") == kernel_counts(layer, 1, 100)
+    assert ledger.total.mul == (1_610_086 if bias == "official" else 1_604_710)
 
 
 def test_additions_become_look_ups() -> None:
@@ -105,9 +107,9 @@ def _replaced() -> Attention:
 
 REFUSED = {
     'sigma="input"': lambda: ecoformer.EcoAttention(12, 3, sigma="input"),
-    "the kernels do not know SignHasher": lambda: ecoformer.create_attention("bi_eco", 12, 3),
+    "the kernels do not support SignHasher": lambda: ecoformer.create_attention("bi_eco", 12, 3),
     "more than 64 bits": lambda: ecoformer.create_attention("lsh_eco", 12, 3, bits=65),
-    "_Own attends in its own way": lambda: _Own(12, 3),
+    "_Own overrides attend": lambda: _Own(12, 3),
     "its attend was replaced": _replaced,
     "its hash functions have hooks": _hooked,
     "or a sign or a gradient of their own": lambda: ecoformer.EcoAttention(12, 3, surrogate="sigmoid"),
@@ -147,7 +149,7 @@ def test_padding_counts_like_tokens_and_its_flags_are_read() -> None:
     layer = ecoformer.EcoAttention(12, 3)
     mask = torch.zeros(2, 20, dtype=torch.bool)
     fused = _exact(layer, {"x": torch.zeros(TOKENS), "key_padding_mask": mask}, "cpu")
-    assert fused.total == eco_on_cpu(layer, 2, 20) + Counts(bytes=40)
+    assert _own(fused, "") == kernel_counts(layer, 2, 20) + Counts(bytes=40)
 
 
 def test_half_precision_is_widened_for_the_kernels() -> None:

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ecoformer
-from ecoformer.accounting.counts import Counts
-from ecoformer.accounting.executed import Counting, executed
+from ecoformer.accounting.exact import Counting, executed
+from ecoformer.operations import Counts
 
 X = torch.ones(3, 4)
 Y = torch.ones(4, 5)
@@ -65,6 +65,15 @@ BY_HAND: list[tuple[str, Callable[[], Any], Counts]] = [
     ("log_softmax", lambda: X.log_softmax(dim=1), Counts(compare=12, add=36, exp=15, bytes=96)),
     ("logsumexp", lambda: X.logsumexp(dim=1), Counts(compare=12, add=27, exp=15, bytes=60)),
     ("layer norm", lambda: F.layer_norm(X, (4,)), Counts(mul=30, add=39, exp=3, bytes=96)),
+    ("linear", lambda: F.linear(X, Y.T, BIAS), Counts(mul=60, add=75, bytes=4 * (5 + 12 + 20 + 15))),
+    (
+        "batch norm",
+        lambda: F.batch_norm(IMAGE, BIAS[:2], BIAS[:2], BIAS[:2], BIAS[:2]),
+        Counts(mul=144, add=146, exp=2, bytes=4 * (72 + 8 + 72)),
+    ),
+    ("gelu", lambda: F.gelu(X), Counts(mul=36, add=12, exp=12, bytes=96)),
+    ("gelu by tanh", lambda: F.gelu(X, approximate="tanh"), Counts(mul=72, add=24, exp=12, bytes=96)),
+    ("relu", lambda: F.relu(X), Counts(compare=12, bytes=96)),
     ("normalize", lambda: X.norm(dim=1), Counts(mul=12, add=12, exp=3, bytes=60)),
     ("sigmoid", lambda: X.sigmoid(), Counts(exp=12, add=12, mul=12, bytes=96)),
     ("silu", lambda: F.silu(X), Counts(exp=12, add=12, mul=24, bytes=96)),

@@ -16,8 +16,7 @@ import torch
 from calls import make_call, truth
 
 import ecoformer
-from ecoformer.accounting.mechanisms.eco_cpu import eco_on_cpu, operator, read, sums
-from ecoformer.accounting.mechanisms.parts import Heads
+from ecoformer.accounting.cpu_kernels import code_counts, kernel_counts
 from ecoformer.backends.cpu.problem import WHOLE, digit_of, places
 from ecoformer.backends.hashing import Hyperplanes
 
@@ -262,25 +261,17 @@ def test_the_formula_counts_what_the_kernels_do(size, own, counting_kernels):
     out = run_counting(counting_kernels, call)
     torch.testing.assert_close(out, truth(call).float(), rtol=1e-4, atol=1e-5)
     batch, heads, tokens, dim = call.q.shape
-    samples = size.get("samples", 25 * ("planes" not in size))
-    formula = operator(Heads(batch, heads, tokens, dim), size["bits"], samples, own_value=own)
+    options = {"bits": size["bits"], "bias": "official" if own else "paper"}
+    if "planes" not in size:
+        options["support"] = size["samples"]
+    name = "lsh_eco" if "planes" in size else "eco"
+    layer = ecoformer.create_attention(name, dim * heads, heads, **options)
+    formula = kernel_counts(layer, batch, tokens)
     expected = {kind: number for kind, number in formula.to_dict().items() if number and kind != "bytes"}
     assert dict(counted) == expected
 
 
 def test_three_additions_a_channel_where_the_paper_has_32():
-    h = Heads(1, 1, 3136, 32)
-    additions = (sums(h, 16, 8) + read(h, 16, 8)).add / h.numbers
-    # Two to buckets, one of two rows of tables, their counts and denominators, and the folding.
-    assert 3 < additions < 3.7
-
-
-def test_a_layer_moves_fewer_bytes_than_in_single_steps():
-    from ecoformer.accounting.mechanisms import formula
-
-    layer = ecoformer.EcoAttention(64, 2)
-    fused, single = eco_on_cpu(layer, 1, 3136), formula(layer, 1, 3136)
-    assert fused.bytes < single.bytes / 5
-    assert fused.lookup == 2 * 2 * 3136 * 64
-    with pytest.raises(ValueError, match="do not compute this layer"):
-        eco_on_cpu(ecoformer.EcoAttention(64, 2, sigma="input"), 1, 10)
+    additions = code_counts(ecoformer.EcoAttention(32, 1).hasher, 1, 3136).add / (3136 * 32)
+    # Two to buckets, one of two rows of tables, their counts and denominators, the folding and the tables.
+    assert 3 < additions < 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ecoformer.bitfusion import FullyConnected, attention_layer, printed_layer, simulate, simulate_all
+from ecoformer.bitfusion import FullyConnected, attention_layer, printed_work, simulate, simulate_all
 
 # inputs, outputs, activation bits, weight bits, cycles, nJ; 16 rows
 OPERATIONS = [
@@ -45,10 +45,10 @@ def test_published_sweep(inputs, outputs, bits, cycles, stalls):
 
 
 @pytest.mark.parametrize(
-    ("mechanism", "cycles", "nj"), [("softmax", 28_445, 85692.18), ("eco", 8_167, 24990.75)]
+    ("method", "cycles", "nj"), [("transformer", 28_445, 85692.18), ("eco", 8_167, 24990.75)]
 )
-def test_printed_rows_to_the_digit(mechanism, cycles, nj):
-    total = simulate_all(printed_layer(mechanism))
+def test_printed_rows_to_the_digit(method, cycles, nj):
+    total = simulate_all(printed_work(method))
     assert total.cycles == cycles
     assert round(total.energy_nj, 2) == nj
 

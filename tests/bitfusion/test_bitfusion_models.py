@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ecoformer
-from ecoformer.attention import create_attention, list_attentions
+from ecoformer.attention import SoftmaxAttention, create_attention, list_attentions
 from ecoformer.bitfusion import (
     BitFusion,
     Convolution,
@@ -17,7 +17,7 @@ from ecoformer.bitfusion import (
     simulate_all,
     simulate_model,
 )
-from ecoformer.bitfusion.mechanisms import Sizes, attend_work
+from ecoformer.operations import Counts, Product
 
 
 def built(name, attention=None, **settings):
@@ -130,7 +130,8 @@ def test_products_are_those_that_run(name, settings, sums):
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter, sdpa_kernel(SDPBackend.MATH):
         layer.attend(heads, heads, heads, None, False)
-    ours = sum(op.macs * times for op, times in attend_work(layer, Sizes(3, 2, 60, 16)))
+    products = [op for op in layer.operations(3, 60) if isinstance(op, Product)]
+    ours = sum(op.rows * op.inner * op.columns * op.times for op in products)
     assert ours == counter.get_total_flops() // 2 - 3 * 2 * 60 * sums
 
 
@@ -145,22 +146,47 @@ def test_products_are_those_that_run(name, settings, sums):
 )
 def test_hash_functions(name, settings, hashing):
     layer = create_attention(name, 32, 2, **settings)
-    work = attend_work(layer, Sizes(3, 2, 100, 16))
+    work = layer_of(model_work(nn.Sequential(layer), (3, 100, 32)), "0").work
     assert work[:-3] == hashing
     assert work[-2] == (FullyConnected(100, layer.hasher.bits, 16), 6)
 
 
 def test_every_mechanism_has_its_products():
     for name in list_attentions():
-        layer = create_attention(name, 32, 2, **({"seq_len": 100} if name == "linformer" else {}))
-        assert attend_work(layer, Sizes(1, 2, 100, 16))
+        assert attention_layer(name, batch=1, tokens=100)
 
 
-def test_a_mechanism_of_somebody_else_is_listed():
-    layer = create_attention("softmax", 32, 2)
-    layer.__class__ = type("Mine", (type(layer),), {"name": "mine"})
-    work = model_work(nn.Sequential(layer), (1, 10, 32))
-    assert work.uncounted == ("0 (mine)",)
+class Doubled(SoftmaxAttention):
+    """A user's mechanism."""
+
+    name = "doubled"
+
+    def attend(self, q, k, v, key_padding_mask, is_causal):
+        return 2 * super().attend(q, k, v, key_padding_mask, is_causal)
+
+
+class Described(Doubled):
+    """The same, with its operations."""
+
+    name = "described"
+
+    def operations(self, batch, tokens):
+        rows = batch * self.num_heads * tokens
+        return [*SoftmaxAttention.operations(self, batch, tokens), Counts(mul=rows * self.head_dim)]
+
+
+def test_a_users_mechanism_is_counted_by_adding_one_method():
+    unknown, known = nn.Sequential(Doubled(32, 2)), nn.Sequential(Described(32, 2))
+    softmax = nn.Sequential(SoftmaxAttention(32, 2))
+    size = (1, 10, 32)
+    assert model_work(unknown, size).uncounted == ecoformer.cost(unknown, size).uncounted == ("0 (doubled)",)
+    assert model_work(known, size).work == model_work(softmax, size).work
+    assert model_work(known, size).uncounted == ecoformer.cost(known, size).uncounted == ()
+    extra = Counts(mul=10 * 32)
+    assert ecoformer.cost(known, size).total == ecoformer.cost(softmax, size).total + extra
+    layer = create_attention("eco", 32, 2)
+    layer.hasher.__class__ = type("Mine", (type(layer.hasher),), {"project": lambda *_: None})
+    assert model_work(nn.Sequential(layer), size).uncounted == ("0 (eco)",)
 
 
 @pytest.mark.parametrize(("batch_first", "size"), [(True, (2, 10, 32)), (False, (10, 2, 32))])
@@ -266,7 +292,7 @@ def test_the_model_is_left_as_it_was():
 
 def test_refusals():
     model = nn.Linear(8, 8)
-    with pytest.raises(ValueError, match=r"activation_bits=16 is a precision this array lacks"):
+    with pytest.raises(ValueError, match=r"activation_bits=16 is not a precision of this array"):
         _ = simulate_model(model, (1, 8), bits=(16, 8)).total
     with pytest.raises(ValueError, match="code_bits must be a whole number from 1, got 0"):
         model_work(model, (1, 8), code_bits=0)

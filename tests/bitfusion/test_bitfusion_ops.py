@@ -12,7 +12,6 @@ from ecoformer.bitfusion import (
     EnergyTable,
     FullyConnected,
     attention_layer,
-    printed_layer,
     simulate,
     simulate_all,
 )
@@ -142,9 +141,8 @@ def test_other_refusals():
         simulate(FullyConnected(1, 1, 1), "paper")
     with pytest.raises(ValueError, match="times must be a whole number from 0"):
         simulate_all([(FullyConnected(1, 1, 1), -1)])
-    for layer in (printed_layer, attention_layer):
-        with pytest.raises(ValueError, match="nope"):
-            layer("nope")
+    with pytest.raises(ValueError, match="nope"):
+        attention_layer("nope")
     with pytest.raises(ValueError, match="tokens must be a whole number"):
         attention_layer("eco", tokens=0)
 

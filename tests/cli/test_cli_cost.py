@@ -104,7 +104,6 @@ def test_tokens_of_a_text_model(run, tmp_path):
             "precision",
         ),
         (("simulate", "fc", "--rows", "0", "--inputs", "8", "--outputs", "8"), "rows"),
-        (("simulate", "layer", "performer"), "softmax or eco"),
     ],
 )
 def test_mistakes(run, arguments, message):

@@ -152,7 +152,7 @@ def test_pictures(cli, tmp_path, arguments):
         (("layer", "--sweep", "tokens=0"), "whole numbers from 1, got 'tokens=0'"),
         (("layer", "--figure", "a.gif"), "a.gif must end in .png, .svg, .pdf"),
         (("model", "pvt_v2_b9"), "neither a file, nor a folder, nor a timm model"),
-        (("model", "pvt_v2_b0", "--bits", "16x8"), "activation_bits=16 is a precision this array lacks"),
+        (("model", "pvt_v2_b0", "--bits", "16x8"), "activation_bits=16 is not a precision of this array"),
         (("model", "pvt_v2_b0", "--code-bits", "9"), "--attention eco"),
         (("model", "pvt_v2_b0", "--attention", "eco", "--compare", "eco"), "exclude each other"),
         (("model", "pvt_v2_b0", "--tokens", "9"), "cannot take an input of (1, 9)"),
@@ -163,7 +163,7 @@ def test_pictures(cli, tmp_path, arguments):
 def test_refusals(cli, arguments, words):
     if words == "--attention eco":  # codes of 9 bits are refused only where there are codes
         assert cli(*arguments, "--resolution", "64")[0] == 0
-        arguments, words = (*arguments, "--attention", "eco"), "activation_bits=9 is a precision this array"
+        arguments, words = (*arguments, "--attention", "eco"), "activation_bits=9"
     status, out, err = cli(*arguments)
     assert (status, out) == (1, "")
     assert err.startswith("ecoformer: ")

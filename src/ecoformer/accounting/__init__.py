@@ -1,8 +1,8 @@
 """What a model costs: operations and energy, layer by layer."""
 
-from ecoformer.accounting.counts import Counts
 from ecoformer.accounting.energy import EnergyTable, energy_table, list_energy_tables
 from ecoformer.accounting.ledger import Ledger, cost
 from ecoformer.accounting.sweeps import Point, sweep
+from ecoformer.operations import Counts
 
 __all__ = ["Counts", "EnergyTable", "Ledger", "Point", "cost", "energy_table", "list_energy_tables", "sweep"]

@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ecoformer.accounting.counts import Counts, mac
+from ecoformer.operations import Counts, mac
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,38 @@
-"""Hashed attention counted as the "cpu" backend executes it, while a model runs on shapes alone."""
+"""Hashed attention counted as the "cpu" backend executes it, padding of rows included.
+
+Additions of integers count as additions; a token's offsets and a head's few constants are not counted.
+Buckets and tables are lookups of rows: one an element, and one addition, except for the first of two rows
+that a query reads. Bytes are those of tokens, values, output and hash functions: everything else stays in the
+cache. Padded keys count like others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from ecoformer.accounting.counts import Counts
-from ecoformer.accounting.executed import Counting
-from ecoformer.accounting.mechanisms.eco_cpu import operator, refusal, samples_of
-from ecoformer.accounting.mechanisms.parts import Heads
 from ecoformer.attention import HashedAttention
+from ecoformer.backends.cpu.problem import STRETCH, digit_of, digits, padded
 from ecoformer.backends.fused import empty_out
+from ecoformer.hashing import Hasher, KernelHasher, LshHasher
+from ecoformer.hashing.kernel import MAX_BITS
+from ecoformer.operations import Counts, mac
 
 
 class CpuKernels:
-    """The CPU kernels' part in a count. numba need not be installed."""
+    """Replaces hashed attention by the count of the CPU kernels; numba need not be installed."""
 
     def __init__(self) -> None:
         self.refused: dict[str, str] = {}
-        """Hashed layers that the kernels did not compute, by name, and why: those ran in single steps."""
+        """Hashed layers that the kernels do not compute, by name, and why. They run in single steps."""
 
     @contextmanager
-    def standing_in(self, model: nn.Module, counting: Counting) -> Iterator[None]:
-        """Hashed layers attend by the kernels wherever these can, and their formula is counted."""
+    def replace(self, model: nn.Module, count: Callable[[Counts], None]) -> Iterator[None]:
+        """Hashed layers call `count` with what the kernels execute, wherever the kernels can be used."""
         found = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, HashedAttention)]
         layers = [(name, layer) for name, layer in found if "attend" not in layer.__dict__]
         self.refused |= {
@@ -34,7 +40,7 @@ class CpuKernels:
         }
         try:
             for name, layer in layers:
-                layer.__dict__["attend"] = partial(self._attend, name, layer, counting, refusal(layer))
+                layer.__dict__["attend"] = partial(self._attend, name, layer, count, refusal(layer))
             yield
         finally:
             for _, layer in layers:
@@ -44,7 +50,7 @@ class CpuKernels:
         self,
         name: str,
         layer: HashedAttention,
-        counting: Counting,
+        count: Callable[[Counts], None],
         why: str | None,
         q: Tensor,
         k: Tensor,
@@ -61,8 +67,87 @@ class CpuKernels:
                 self.refused[name] = why
             return type(layer).attend(layer, q, k, v, key_padding_mask, is_causal)
         dtype, q, v = v.dtype, q.float(), v.float()
-        heads = Heads(q.shape[0], q.shape[1], q.shape[2], q.shape[3])
         flags = 0 if key_padding_mask is None else key_padding_mask.numel()
-        work = operator(heads, layer.hasher.bits, samples_of(layer), own_value=layer.bias == "official")
-        counting.add(work + Counts(bytes=flags))
+        count(kernel_counts(layer, q.shape[0], q.shape[-2]) + Counts(bytes=flags))
         return empty_out(q, v).to(dtype)
+
+
+@contextmanager
+def as_if_fitted(hashers: Iterable[Hasher]) -> Iterator[None]:
+    """Let hashers run that have learned nothing yet: what they learn changes no count."""
+    before = {hasher: hasher._known_fitted for hasher in hashers}
+    for hasher in before:
+        hasher._known_fitted = True
+    try:
+        yield
+    finally:
+        for hasher, fitted in before.items():
+            hasher._known_fitted = fitted
+
+
+def refusal(layer: HashedAttention) -> str | None:
+    """Why the "cpu" backend does not compute this layer's attention; None where it does."""
+    hasher = layer.hasher
+    if type(layer).attend is not HashedAttention.attend:
+        return f"{type(layer).__name__} overrides attend"
+    if not isinstance(hasher, (KernelHasher, LshHasher)):
+        return f"the kernels do not support {type(hasher).__name__}"
+    if not hasher.token_wise:
+        return 'sigma="input"'
+    if hasher.bits > MAX_BITS:
+        return f"more than {MAX_BITS} bits"
+    with as_if_fitted([hasher]):
+        known = hasher.functions() is not None
+    return None if known else "its hash functions have hooks, or a sign or a gradient of their own"
+
+
+def kernel_counts(layer: HashedAttention, batch: int, tokens: int) -> Counts:
+    """From tokens of the heads to the output."""
+    hasher, rows = layer.hasher, batch * layer.num_heads * tokens
+    dim, own_value = layer.head_dim, layer.bias == "official"
+    samples = hasher.support if isinstance(hasher, KernelHasher) else 0
+    functions = samples * (dim + 1 + hasher.bits) + 1 if samples else dim * hasher.bits
+    passes = 4 if own_value else 3  # values are read twice
+    moved = Counts(bytes=4 * (passes * rows * dim + layer.num_heads * functions))
+    hashing = hashing_counts(hasher, batch, tokens)
+    return hashing + code_counts(hasher, batch, tokens, own_value=own_value) + moved
+
+
+def hashing_counts(hasher: Hasher, batch: int, tokens: int) -> Counts:
+    """Lengths, products with support samples, the kernel by a polynomial, products with A, signs."""
+    dim, rows = hasher.head_dim, batch * hasher.num_heads * tokens
+    samples = hasher.support if isinstance(hasher, KernelHasher) else 0
+    wide_m, wide_b = padded(samples), padded(hasher.bits)
+    length = Counts(mul=dim, add=dim + 16)
+    signs = Counts(compare=2 * wide_b)
+    if not samples:
+        return (length + mac(dim * wide_b) + signs) * rows
+    root = Counts(exp=1, mul=1)
+    kernel = Counts(mul=11, add=14, compare=4, shift=1) * wide_m
+    token = length + root + mac(dim * wide_m) + kernel + mac(samples * wide_b) + signs
+    once = (length + Counts(mul=2)) * samples
+    return token * rows + once * hasher.num_heads
+
+
+def code_counts(hasher: Hasher, batch: int, tokens: int, *, own_value: bool = False) -> Counts:
+    """Buckets of values, their folding, tables of sums, the read and the division.
+
+    With `own_value`, a token's own value stands where the bias on the sum of values otherwise does.
+    """
+    dim, bits, heads = hasher.head_dim, hasher.bits, batch * hasher.num_heads
+    digit, wide = digit_of(bits, dim, tokens), padded(dim)
+    number, widths = digits(bits, digit), [min(digit, bits - start) for start in range(0, bits, digit)]
+
+    bucket = Counts(lookup=dim, add=dim + 1) * number
+    fold = Counts(add=wide + 1) + Counts(add=3 * wide + 3) * sum((1 << width) - 1 for width in widths)
+
+    table = Counts(mul=1) + mac(0 if own_value else wide << widths[0])
+    for width in widths:
+        first = (mac(wide) + Counts(add=1)) * width
+        table += first + (mac(wide) + mac(1)) * ((1 << width) - 1)
+
+    added = 1 if number == 2 and not own_value else number
+    read = Counts(lookup=dim) * number + Counts(add=dim + 1) * added + Counts(mul=dim)
+    if own_value:
+        read += mac(dim) + Counts(lookup=dim, add=dim)
+    return (bucket + read) * (heads * tokens) + fold * (heads * -(-tokens // STRETCH)) + table * heads

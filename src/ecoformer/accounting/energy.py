@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ecoformer.accounting.counts import KINDS, Counts
+from ecoformer.operations import KINDS, Counts
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,16 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ecoformer.accounting import paper
-from ecoformer.accounting.counts import KINDS, Counts
 from ecoformer.accounting.cpu_kernels import CpuKernels
 from ecoformer.accounting.energy import EnergyTable, energy_table
 from ecoformer.accounting.exact import exact_rows
-from ecoformer.accounting.shapes import trace
+from ecoformer.accounting.layers import PARTS, Part, layers_of
+from ecoformer.operations import KINDS, Counts, paper_counts
 from ecoformer.running import NOT_TAKEN, not_taken
 
 Accounting = Literal["paper", "exact"]
 Backend = Literal["eager", "cpu"]
 """Backends whose work the exact accounting knows."""
-Part = Literal["attention", "ffn", "other"]
 
 
 @dataclass(frozen=True)
@@ -68,9 +66,8 @@ class Ledger:
 
     def shares(self) -> dict[str, float]:
         """The share of each part in the energy."""
-        whole = self.energy_pj or 1.0
-        parts: tuple[Part, ...] = ("attention", "ffn", "other")
-        return {part: self.energy.energy_pj(self.of(part)) / whole for part in parts}
+        total = self.energy_pj or 1.0
+        return {part: self.energy.energy_pj(self.of(part)) / total for part in PARTS}
 
     def summary(self) -> dict[str, Any]:
         """One flat row: totals, energy, attention's share of it, and how many layers are not counted."""
@@ -162,21 +159,27 @@ def cost(
     """
     check_accounting(accounting, backend)
     table = energy_table(energy)
+    if accounting == "paper":
+        layers = layers_of(model, input_size)
+        rows = [
+            Row(layer.name, layer.kind, layer.part, paper_counts(layer.operations))
+            for layer in layers
+            if layer.operations is not None
+        ]
+        unknown = dict.fromkeys(layer.label for layer in layers if layer.operations is None)
+        return Ledger(type(model).__name__, accounting, table, tuple(rows), tuple(unknown))
     kernels = CpuKernels() if backend == "cpu" else None
     try:
-        if accounting == "exact":
-            rows, uncounted = exact_rows(model, input_size, kernels)
-        else:
-            rows, uncounted = paper.rows(model, trace(model, input_size))
+        found, uncounted = exact_rows(model, input_size, kernels)
     except NOT_TAKEN as error:
         raise not_taken(model, input_size, error) from error
     return Ledger(
         type(model).__name__,
         accounting,
         table,
-        tuple(Row(*row) for row in rows),
+        tuple(Row(*row) for row in found),
         tuple(uncounted),
-        (backend or "eager") if accounting == "exact" else None,
+        backend or "eager",
         () if kernels is None else tuple(f"{name} ({why})" for name, why in kernels.refused.items()),
     )
 

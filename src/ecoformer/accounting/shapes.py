@@ -1,4 +1,4 @@
-"""What flows through a model: it runs on meta tensors, so that nothing is computed."""
+"""The shapes that flow through a model, found by running it on meta tensors."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "v
 _ATTENTION = "scaled_dot_product"
 _SUMS_AND_COPIES = {"add", "add_", "sub", "rsub", "cat", "stack", "clone", "copy_", "_to_copy", "repeat"}
 _SUMS_AND_COPIES |= {"where", "masked_fill", "index", "index_select", "gather", "embedding"}
-"""What may be done with a parameter for free: the paper does not count sums outside of layers."""
+"""Uses of a parameter that are free: the paper does not count sums outside of layers."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A module was called with a first tensor of this shape and gave one of that shape.
+    """One call of a module: the shapes of its first input tensor and of its first output tensor.
 
-    `given` and `named` are all its arguments, shapes in the place of tensors. `works` are the operators that
-    it executed itself, outside of its submodules, and that multiply matrices or its own parameters.
+    `given` and `named` are all arguments, with shapes in place of tensors. `works` are operators executed by
+    the module itself, outside of its submodules, that multiply matrices or its own parameters.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Call:
     works: tuple[str, ...] = ()
 
     def argument(self, name: str) -> Any:
-        """An argument by the name that the module's `forward` has for it; None where it was not given."""
+        """An argument by its name in the module's `forward`; None if it was not passed."""
         bound = signature(type(self.module).forward).bind(self.module, *self.given, **self.named)
         return bound.arguments.get(name)
 
@@ -51,8 +51,7 @@ class Call:
 def trace(model: nn.Module, example: Any) -> list[Call]:
     """Every call of a module while the model runs on `example`, a shape, a tensor or keyword arguments.
 
-    Calls come in the order in which they end. The model is left as it was: its weights stay where they are,
-    and its modes are restored.
+    Calls come in the order in which they end. Weights stay where they are, and modes are restored.
     """
     calls: list[Call] = []
     names = {module: name for name, module in model.named_modules()}
@@ -78,7 +77,7 @@ def trace(model: nn.Module, example: Any) -> list[Call]:
 
 @contextmanager
 def _values_pass(modules: Mapping[nn.Module, str]) -> Iterator[None]:
-    """Shapes do not hang on how a mechanism attends, nor on whether it is fitted."""
+    """Mechanisms return their values: shapes do not depend on how they attend or on what they learned."""
     mechanisms = [module for module in modules if isinstance(module, Attention)]
     try:
         for layer in mechanisms:
@@ -90,7 +89,7 @@ def _values_pass(modules: Mapping[nn.Module, str]) -> Iterator[None]:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Which operators that work each module executes itself."""
+    """Records which multiplying operators each module executes itself."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -115,7 +114,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _takes(own: set[int], operator: str, args: Any) -> bool:
-    """Whether parameters are worked with, or views of them."""
+    """Whether an argument is one of these parameters, or a view of one."""
     if operator in _SUMS_AND_COPIES:
         return False
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
@@ -135,7 +134,7 @@ def _shapes(arguments: Any) -> Any:
 
 
 def _first(value: Any) -> Tensor | None:
-    """The first tensor in what a module takes or gives."""
+    """The first tensor in the inputs or outputs of a module."""
     if isinstance(value, Tensor):
         return value
     values = (

@@ -20,6 +20,7 @@ from ecoformer.attention.weights import (
     shared_parts,
     unread_parameters,
 )
+from ecoformer.operations import Described
 
 
 def head_dim_of(dim: int, num_heads: int) -> int:
@@ -29,11 +30,12 @@ def head_dim_of(dim: int, num_heads: int) -> int:
     return dim // num_heads
 
 
-class Attention(SharesTokens, nn.Module):
+class Attention(Described, SharesTokens, nn.Module):
     """Self-attention over tokens (B, N, dim) by one mechanism.
 
-    A mechanism says how heads attend (`attend`) and what it can do (the class variables); a call that asks
-    for more is refused. With `shared_qk` queries and keys are one projection, as in the paper.
+    A mechanism defines how heads attend (`attend`), what that costs (`operations`), and what it supports (the
+    class variables); a call that asks for more is refused. With `shared_qk`, queries and keys are one
+    projection, as in the paper.
 
     Args:
         dim: channels of a token.
@@ -48,6 +50,7 @@ class Attention(SharesTokens, nn.Module):
     """
 
     name: ClassVar[str]
+    computed_by = "attend"
     shared_qk: ClassVar[bool] = False
     supports_causal: ClassVar[bool] = True
     supports_padding: ClassVar[bool] = True

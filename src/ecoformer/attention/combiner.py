@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from ecoformer.attention.base import Attention
 from ecoformer.attention.registry import register_attention
 from ecoformer.backends.eager import accumulator, without
+from ecoformer.operations import Operations, Product, mac
 
 
 @register_attention("combiner")
@@ -53,8 +54,7 @@ class CombinerAttention(Attention):
     ) -> Tensor:
         """One softmax over the tokens of the block and the summaries of the others."""
         n = q.shape[-2]
-        size = self.block or math.isqrt(n - 1) + 1
-        blocks = -(-n // size)
+        size, blocks = self._blocks(n)
         padding = q.new_zeros(q.shape[0], 1, n, dtype=torch.bool)
         if key_padding_mask is not None:
             padding = key_padding_mask[:, None]
@@ -73,6 +73,26 @@ class CombinerAttention(Attention):
         weights = F.dropout(weights, self.attn_drop, self.training).to(v.dtype)
         of_tokens, of_blocks = weights[..., :size] @ v, weights[..., size:].flatten(2, 3) @ values
         return (of_tokens.flatten(2, 3) + of_blocks)[..., :n, :].to(v.dtype)
+
+    def operations(self, batch: int, tokens: int) -> Operations:
+        """Attention within blocks, to summaries, and within each block for its summary; queries are scaled.
+
+        Tokens are padded to complete blocks. The paper's figures for this mechanism have not been derived.
+        """
+        size, blocks = self._blocks(tokens)
+        groups, d = batch * self.num_heads, self.head_dim
+        each, padded = groups * blocks, size * blocks
+        return [
+            mac(groups * padded * d),
+            *(Product(size, d, size, each), Product(size, size, d, each)),
+            *(Product(1, d, size, each), Product(1, size, d, each)),
+            *(Product(padded, d, blocks, groups), Product(padded, blocks, d, groups)),
+        ]
+
+    def _blocks(self, tokens: int) -> tuple[int, int]:
+        """Tokens of a block, and blocks."""
+        size = self.block or math.isqrt(tokens - 1) + 1
+        return size, -(-tokens // size)
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""

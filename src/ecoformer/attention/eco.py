@@ -11,6 +11,7 @@ from ecoformer.attention.base import Attention, head_dim_of
 from ecoformer.attention.registry import register_attention
 from ecoformer.functional import Surrogate, eco_attention
 from ecoformer.hashing import Hasher, KernelHasher, KlshHasher, LshHasher, SignHasher
+from ecoformer.operations import Counts, Operations, Product, mac
 
 
 class HashedAttention(Attention):
@@ -53,6 +54,26 @@ class HashedAttention(Attention):
             bias=self.bias,
             group=self.token_group,
         )
+
+    def operations(self, batch: int, tokens: int) -> Operations | None:
+        """Hash functions, sums over keys, their read, and the division, as the paper counts them.
+
+        Codes only add. The denominator, the bias and the division multiply.
+        """
+        hashing = self.hasher.operations(batch, tokens)
+        if hashing is None:
+            return None
+        groups, bits, channels = batch * self.num_heads, self.hasher.bits, self.head_dim
+        sums: Operations = [
+            Product(bits, tokens, channels, groups, left="code"),
+            Counts(add=bits + channels) * (groups * tokens),
+        ]
+        read: Operations = [
+            Product(tokens, bits, channels, groups, left="code"),
+            Product(tokens, bits, 1, groups, left="code", term=mac()),
+            Counts(mul=1 + channels) * (groups * tokens),
+        ]
+        return [*hashing, *sums, *read]
 
     def why_whole(self) -> str | None:
         """Only kernels as wide as the input is spread look at all tokens."""

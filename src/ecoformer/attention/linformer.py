@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from ecoformer.attention.base import Attention
 from ecoformer.attention.registry import register_attention
+from ecoformer.operations import Operations, Product, mac
 
 
 @register_attention("linformer")
@@ -47,14 +48,28 @@ class LinformerAttention(Attention):
     ) -> Tensor:
         """Softmax attention over the projected keys and values."""
         n = k.shape[-2]
-        if n > self.seq_len:
-            raise ValueError(f"linformer was built for seq_len={self.seq_len}, got N={n} tokens")
+        self._check_length(n)
         if key_padding_mask is not None:
             padding = key_padding_mask[:, None, :, None]
             k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
         keys, values = self.proj_k[:n].mT @ k, self.proj_v[:n].mT @ v
         dropout = self.attn_drop if self.training else 0.0
         return F.scaled_dot_product_attention(q, keys, values, dropout_p=dropout)
+
+    def operations(self, batch: int, tokens: int) -> Operations:
+        """Keys and values are mixed to k rows; the paper's figures fit if scaling a score also adds."""
+        self._check_length(tokens)
+        groups = batch * self.num_heads
+        return [
+            Product(groups * self.head_dim, tokens, self.k, 2, right="weight"),
+            Product(tokens, self.head_dim, self.k, groups),
+            mac(groups * tokens * self.k),
+            Product(tokens, self.k, self.head_dim, groups),
+        ]
+
+    def _check_length(self, tokens: int) -> None:
+        if tokens > self.seq_len:
+            raise ValueError(f"linformer was built for seq_len={self.seq_len}, got N={tokens} tokens")
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""

@@ -13,6 +13,7 @@ from ecoformer.attention.registry import register_attention
 from ecoformer.backends.eager import accumulator, full_precision, without
 from ecoformer.functional import causal_product
 from ecoformer.hashing.kernel import unit_length
+from ecoformer.operations import Counts, Operations, Product
 from ecoformer.randomness import seeded
 
 _FLOOR = 1e-4
@@ -82,6 +83,24 @@ class PerformerAttention(Attention):
             total = top[..., -1:]
             return (top[..., :-1] / torch.where(total == 0, 1, total)).to(v.dtype)
 
+    def operations(self, batch: int, tokens: int) -> Operations:
+        """Features of queries and keys, the sum over the keys, its read and the denominator.
+
+        With 256 features the counts fit all printed figures of the paper, which states no formula. Besides
+        the products they are: for queries and keys scaling and squares (4 D multiply-adds), half the square
+        and the floor (4 F additions), the exponential and its factor (4 F multiplications); the sum of the
+        keys' features (F additions) and the division (D multiplications).
+        """
+        groups, f, d = batch * self.num_heads, self.features, self.head_dim
+        rows = groups * tokens
+        return [
+            Product(rows, d, f, 2, right="weight"),
+            Product(f, tokens, d, groups),
+            Product(tokens, f, d, groups),
+            Product(tokens, f, 1, groups),
+            Counts(mul=4 * f + 5 * d, add=5 * f + 4 * d) * rows,
+        ]
+
     def extra_repr(self) -> str:
         """What `print(module)` shows."""
         return f"{super().extra_repr()}, features={self.features}"
@@ -111,6 +130,10 @@ class FpEcoAttention(PerformerAttention):
             unit = unit_length(q.to(accumulator(q.dtype)))
             unit = unit * math.sqrt(math.sqrt(self.head_dim) / self.temperature)
         return super().attend(unit, unit, v, key_padding_mask, is_causal)
+
+    def operations(self, batch: int, tokens: int) -> Operations:
+        """The Performer's: the paper prints its figures for both."""
+        return super().operations(batch, tokens)
 
 
 def orthogonal_gaussian(rows: int, columns: int, seed: int | None) -> Tensor:

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from ecoformer.attention.base import Attention
 from ecoformer.attention.registry import register_attention
+from ecoformer.operations import Operations, softmax_attention
 
 
 @register_attention("softmax")
@@ -32,3 +33,7 @@ class SoftmaxAttention(Attention):
         nobody = ~seen.any(dim=-1, keepdim=True)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | nobody, dropout_p=dropout)
         return out.masked_fill(nobody, 0)
+
+    def operations(self, batch: int, tokens: int) -> Operations:
+        """Every token attends to every token."""
+        return softmax_attention(batch * self.num_heads, tokens, tokens, self.head_dim)

@@ -1,18 +1,16 @@
 """BitFusion as an analytic model: time and energy of matrix products on an array of split multipliers.
 
-`simulate(FullyConnected(16, 32, 3136))` searches tiles and loop orders and says what the best one costs;
+`simulate(FullyConnected(16, 32, 3136))` searches tiles and loop orders and returns the cost of the best one;
 `simulate_model(model, (1, 3, 224, 224))` does so for every layer of a model.
 """
 
 from __future__ import annotations
 
-from .array import BitFusion
-from .energy import EnergyParts, EnergyTable
+from .array import BitFusion, EnergyTable
 from .model import LayerWork, ModelResult, ModelWork, attention_layer, model_work, simulate_model
-from .ops import Convolution, FullyConnected, Op
+from .ops import Convolution, FullyConnected, Op, Work
 from .paper_table import printed_table, printed_work
-from .simulation import PAPER_ARRAY, DramBits, Result, Tiling, Total, simulate, simulate_all
-from .workloads import printed_layer
+from .simulation import PAPER_ARRAY, DramBits, EnergyParts, Result, Tiling, Total, simulate, simulate_all
 
 __all__ = [
     "PAPER_ARRAY",
@@ -29,9 +27,9 @@ __all__ = [
     "Result",
     "Tiling",
     "Total",
+    "Work",
     "attention_layer",
     "model_work",
-    "printed_layer",
     "printed_table",
     "printed_work",
     "simulate",

@@ -1,10 +1,8 @@
-"""Whole models on the array: the products of every layer, by the shapes that flow through it."""
+"""Complete models on the array: the products of every layer, by the shapes that flow through it."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,20 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ecoformer.accounting.foreign import attending, with_parts
-from ecoformer.accounting.parts import Parts
-from ecoformer.accounting.shapes import Call, trace
-from ecoformer.attention import Attention, attention_class, create_attention
-from ecoformer.attention.local import LocalBranch
-from ecoformer.conversion.layers import Found, find_layers
-from ecoformer.running import NOT_TAKEN, not_taken
+from ecoformer import operations
+from ecoformer.accounting.layers import PARTS, layers_of
+from ecoformer.attention import attention_class, create_attention
 
-from .array import BitFusion
-from .checks import pair, whole
-from .mechanisms import Sizes, attend_work, softmax_work
-from .ops import Convolution, FullyConnected
+from .array import BitFusion, pair, whole
+from .ops import Convolution, FullyConnected, Op, Work
 from .simulation import PAPER_ARRAY, Total, simulate_all
-from .workloads import Work
 
 __all__ = [
     "NOT_SIMULATED",
@@ -41,8 +32,6 @@ NOT_SIMULATED = "normalisation, activations, softmax, signs, residual sums, pool
 """What the array does not compute, so that no figure includes it."""
 
 _ELSEWHERE = (nn.LayerNorm, nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.Embedding, nn.PReLU)
-_FUSED = {"qkv": 3, "kv": 2}
-"""Projections that layers store as one matrix, by the usual names."""
 Bits = int | tuple[int, int]
 
 
@@ -98,8 +87,8 @@ class ModelResult:
         return simulate_all(work, self.array)
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole, its parts and the layers, as JSON can hold them."""
-        parts = {part: _brief(self.of(part)) for part in ("attention", "ffn", "other")}
+        """Totals, parts and layers, for JSON."""
+        parts = {part: _brief(self.of(part)) for part in PARTS}
         layers = [
             {"name": layer.name, "kind": layer.kind, "part": layer.part} | _brief(total)
             for layer, total in zip(self.work.layers, self.totals, strict=True)
@@ -141,22 +130,16 @@ def model_work(
     Projections of queries, keys and values are separate products, as in the paper, also where a module
     stores them as one matrix (`qkv` or `kv`).
     """
-    of_activations, of_weights = pair("bits", bits)
-    of_codes = of_activations if code_bits is None else whole("code_bits", code_bits)
-    widths = (of_activations, of_weights, of_codes)
-    try:
-        calls = trace(model, input_size)
-    except NOT_TAKEN as error:
-        raise not_taken(model, input_size, error) from error
-    foreign = {f.layer: f for f in find_layers(model) if not f.ours}
-    parts, layers, uncounted = Parts(model), [], []
-    for call, latest in with_parts(calls):
-        kind = call.module.name if isinstance(call.module, Attention) else type(call.module).__name__
-        work = _work_of(call, foreign.get(call.module), latest, widths)
-        if work is None:
-            uncounted.append(f"{call.name or 'the model itself'} ({kind})")
-        elif work:
-            layers.append(LayerWork(call.name, kind, parts.of(call.name), work))
+    of_values, of_weights = pair("bits", bits)
+    of_codes = of_values if code_bits is None else whole("code_bits", code_bits)
+    widths = {"value": of_values, "weight": of_weights, "code": of_codes}
+    layers, uncounted = [], []
+    for layer in layers_of(model, input_size):
+        work = None if layer.operations is None else _work(layer.operations, widths)
+        if work:
+            layers.append(LayerWork(layer.name, layer.kind, layer.part, work))
+        elif work is None and not isinstance(layer.module, _ELSEWHERE):
+            uncounted.append(layer.label)
     return ModelWork(type(model).__name__, tuple(layers), tuple(dict.fromkeys(uncounted)))
 
 
@@ -187,76 +170,20 @@ def _brief(total: Total) -> dict[str, Any]:
     return {key: facts[key] for key in ("cycles", "compute_cycles", "stall_cycles", "energy_nj")}
 
 
-Widths = tuple[int, int, int]
-
-
-def _work_of(call: Call, found: Found | None, latest: Mapping[str, Call], widths: Widths) -> Work | None:
-    """The products of one call: none where the layer has none, None where they are not known."""
-    module: Any = call.module
-    if isinstance(module, Attention):
-        batch, tokens = call.inputs[0], call.inputs[-2]
-        return attend_work(module, Sizes(batch, module.num_heads, tokens, module.head_dim, *widths))
-    if isinstance(module, nn.Linear):
-        rows, parts = math.prod(call.inputs[:-1]), _FUSED.get(call.name.rpartition(".")[2], 1)
-        parts = 1 if module.out_features % parts else parts
-        return [(FullyConnected(rows, module.in_features, module.out_features // parts, *widths[:2]), parts)]
-    if isinstance(module, nn.Conv1d | nn.Conv2d):
-        return _convolution(call, module, widths)
-    if isinstance(module, LocalBranch):
-        return _local(call, module, widths)
-    if isinstance(module, _ELSEWHERE):
-        return []
-    work = _softmax(call, found, latest, widths)
-    is_leaf = not any(True for _ in module.children())
-    has_own = any(True for _ in module.parameters(recurse=False))
-    unknown = found is not None or call.works or (is_leaf and has_own)
-    return [] if work is None and not unknown else work
-
-
-def _convolution(call: Call, module: Any, widths: Widths) -> Work | None:
-    """A convolution of an image, or of a sequence as an image of one line."""
-    axes = len(module.kernel_size)
-    padding = (0,) * axes if module.padding == "valid" else module.padding
-    if isinstance(padding, str) or len(call.inputs) != axes + 2:
-        return None
-    height, width = _both(call.inputs[2:], 1)
-    op = Convolution(
-        call.inputs[0],
-        module.in_channels,
-        module.out_channels,
-        height,
-        width,
-        kernel=_both(module.kernel_size, 1),
-        stride=_both(module.stride, 1),
-        padding=_both(padding, 0),
-        dilation=_both(module.dilation, 1),
-        groups=module.groups,
-        activation_bits=widths[0],
-        weight_bits=widths[1],
-    )
-    as_called = (op.out_height, op.out_width) == _both(call.output[2:], 1)
-    return [(op, 1)] if as_called else None  # subclasses may pad their input themselves
-
-
-def _local(call: Call, module: LocalBranch, widths: Widths) -> Work:
-    batch, tokens, dim = call.inputs
-    height, width = (1, tokens) if len(module.sizes) == 1 else call.argument("grid")
-    kernel = _both(module.sizes, 1)
-    padding = (kernel[0] // 2, kernel[1] // 2)
-    bits = {"activation_bits": widths[0], "weight_bits": widths[1]}
-    return [(Convolution(batch, dim, dim, height, width, kernel, 1, padding, 1, dim, **bits), 1)]
-
-
-def _both(sizes: tuple[int, ...], vertical: int) -> tuple[int, int]:
-    """Two axes, where a sequence has one."""
-    return (vertical, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
-
-
-def _softmax(call: Call, found: Found | None, latest: Mapping[str, Call], widths: Widths) -> Work | None:
-    """Softmax attention of another library."""
-    seen = attending(call, found, latest)
-    if seen is None:
-        return None
-    projections = Counter(FullyConnected(*sizes, *widths[:2]) for sizes in seen.projections)
-    sizes = Sizes(seen.groups, seen.heads, seen.queries, seen.dim // seen.heads, *widths)
-    return [*projections.items(), *softmax_work(sizes, seen.keys)]
+def _work(found: operations.Operations, bits: dict[str, int]) -> Work | None:
+    """Products and convolutions as the array runs them; None if the shape of one is unknown."""
+    work: Counter[Op] = Counter()
+    for op in found:
+        if isinstance(op, operations.Product):
+            product = FullyConnected(op.rows, op.inner, op.columns, bits[op.left], bits[op.right])
+            work[product] += op.times
+        elif isinstance(op, operations.Convolution):
+            if op.padding is None:
+                return None
+            sizes = (*op.size, op.kernel, op.stride, op.padding, op.dilation, op.groups)
+            widths = (bits["value"], bits["weight"])
+            convolution = Convolution(op.batch, op.in_channels, op.out_channels, *sizes, *widths)
+            if (convolution.out_height, convolution.out_width) != op.output:
+                return None  # a subclass that pads its input itself
+            work[convolution] += 1
+    return list(work.items())

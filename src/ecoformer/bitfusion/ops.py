@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .checks import pair, whole
+from .array import pair, whole
 
-__all__ = ["Convolution", "FullyConnected", "Op"]
+__all__ = ["Convolution", "FullyConnected", "Op", "Work"]
 
 _QUANTISE = "bits start at 1 (a code); quantise the operands and pass their width"
 
@@ -33,11 +33,11 @@ class FullyConnected:
 
     @property
     def macs(self) -> int:
-        """Multiplications with an addition each."""
+        """Multiply-accumulates."""
         return self.rows * self.inputs * self.outputs
 
     def to_dict(self) -> dict[str, Any]:
-        """The operation as JSON can hold it."""
+        """The operation, for JSON."""
         return {"kind": "fully_connected"} | asdict(self)
 
 
@@ -46,16 +46,16 @@ class Convolution:
     """A convolution over `batch` feature maps of `in_channels` × `height` × `width`.
 
     It runs as the matrix product of its patches: batch · out_height · out_width rows, in_channels · kernel ·
-    kernel inputs, `out_channels` outputs. BitFusion's figures known to us are all of fully connected
-    operations, so the rest is assumed:
+    kernel inputs, `out_channels` outputs. All published figures of BitFusion are of fully connected
+    operations, so the following is assumed:
 
-    - Patches are cut out on the way from the buffer to the array. DRAM and buffer hold the feature map: a
-      tile moves each pixel that it touches once, borders of zeros not at all, and neighbouring tiles each
-      fetch the lines they share.
-    - A tile is a part of a line, whole lines, or whole feature maps; it has whole channels, with all taps.
-    - Groups run one after another. Several may run together as one product with zeros between them, as long
-      as their outputs fit side by side in the array, and do so where that is faster: a depthwise convolution
-      would otherwise fill one column of the array and pad each output to a whole line of them.
+    - Patches are cut out between the buffer and the array. DRAM and buffer hold the feature map: a tile moves
+      each pixel that it touches once, padded zeros not at all, and neighbouring tiles each fetch the lines
+      they share.
+    - A tile is part of a line, complete lines, or complete feature maps; it has all taps of its channels.
+    - Groups run one after another. Several run together as one product with zeros between them where their
+      outputs fit side by side in the array and that is faster: a depthwise convolution alone would fill one
+      column of the array and pad each output to a line.
     """
 
     batch: int
@@ -104,7 +104,7 @@ class Convolution:
 
     @property
     def macs(self) -> int:
-        """Multiplications with an addition each; borders of zeros are multiplied too."""
+        """Multiply-accumulates, those with padded zeros included."""
         per_pixel = self.in_channels // self.groups * self.taps * self.out_channels
         return self.batch * self.out_height * self.out_width * per_pixel
 
@@ -114,7 +114,7 @@ class Convolution:
         return min(reach, outputs * self._along("kernel", axis), (self.height, self.width)[axis])
 
     def to_dict(self) -> dict[str, Any]:
-        """The operation as JSON can hold it."""
+        """The operation, for JSON."""
         plain = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
         return {"kind": "convolution"} | plain
 
@@ -131,3 +131,5 @@ class Convolution:
 
 Op = FullyConnected | Convolution
 """What `simulate` takes."""
+Work = list[tuple[Op, int]]
+"""Operations, and how often each runs."""

@@ -1,41 +1,57 @@
-"""The search for the fastest schedule, and what it costs."""
+"""The search for the fastest schedule of an operation, and its time and energy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from .array import BitFusion
-from .checks import whole
-from .energy import Accesses, EnergyParts, charge, cheapest_reads
+from .array import BitFusion, EnergyTable, whole
 from .ops import Convolution, FullyConnected, Op
-from .tiling import LOOPS, Problem, Schedule, check_room, least_cycles, lower, schedules, tiles
+from .tiling import LOOPS, Problem, Schedule, check_buffers, least_cycles, lower, schedules, tiles
 
-__all__ = ["PAPER_ARRAY", "DramBits", "Result", "Tiling", "Total", "simulate", "simulate_all"]
+__all__ = ["PAPER_ARRAY", "DramBits", "EnergyParts", "Result", "Tiling", "Total", "simulate", "simulate_all"]
 
 PAPER_ARRAY = BitFusion()
 """The configuration of the paper's hardware table."""
 
 
-@dataclass(frozen=True)
-class DramBits:
+class DramBits(NamedTuple):
     """Bits over the DRAM interface, by stream."""
 
-    weights: int
-    activations: int
-    output_reads: int
-    output_writes: int
+    weights: int = 0
+    activations: int = 0
+    output_reads: int = 0
+    output_writes: int = 0
 
     @property
     def total(self) -> int:
         """All streams."""
-        return self.weights + self.activations + self.output_reads + self.output_writes
+        return sum(self)
 
-    def to_dict(self) -> dict[str, int]:
-        """The streams by name."""
-        return vars(self).copy()
+
+class EnergyParts(NamedTuple):
+    """Where the energy goes, in nanojoules."""
+
+    core: float = 0.0
+    dram: float = 0.0
+    weight_reads: float = 0.0
+    weight_writes: float = 0.0
+    activation_reads: float = 0.0
+    activation_writes: float = 0.0
+    output_reads: float = 0.0
+    output_writes: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The sum of all parts."""
+        return sum(self)
+
+    @property
+    def buffers(self) -> float:
+        """The three buffers, read and written."""
+        return sum(self[2:])
 
 
 @dataclass(frozen=True)
@@ -56,10 +72,10 @@ class Tiling:
     activation_bits: int
     output_bits: int
     repeats: int = 1
-    """How often all of it is repeated: groups of a convolution that do not run together."""
+    """How often all of this is repeated: groups of a convolution that do not run together."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The schedule as JSON can hold it."""
+        """The schedule, for JSON."""
         return vars(self) | {"trips": list(self.trips), "order": list(self.order)}
 
 
@@ -89,22 +105,22 @@ class Total:
         return self.cycles / self.array.frequency_hz
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON can hold it."""
+        """All figures, for JSON."""
         return {
             "cycles": self.cycles,
             "compute_cycles": self.compute_cycles,
             "stall_cycles": self.stall_cycles,
             "latency_s": self.latency_s,
             "energy_nj": self.energy_nj,
-            "energy_parts_nj": self.energy.to_dict(),
-            "dram_bits": self.dram_bits.to_dict(),
+            "energy_parts_nj": self.energy._asdict(),
+            "dram_bits": self.dram_bits._asdict(),
             "array": self.array.to_dict(),
         }
 
 
 @dataclass(frozen=True)
 class Result(Total):
-    """What one operation costs, and the schedule in which it does."""
+    """What one operation costs, and its schedule."""
 
     op: Op
     tiling: Tiling
@@ -116,7 +132,7 @@ class Result(Total):
         return self.op.macs / (self.cycles * per_cycle * self.array.inputs * self.array.outputs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON can hold it."""
+        """All figures, for JSON."""
         own = {"utilisation": self.utilisation, "op": self.op.to_dict(), "tiling": self.tiling.to_dict()}
         return super().to_dict() | own
 
@@ -125,15 +141,16 @@ def simulate(op: Op, array: BitFusion = PAPER_ARRAY) -> Result:
     """Time and energy of an operation, in the schedule of fewest cycles and, among those, least energy.
 
     All orders of the three loops are tried with all tiles whose rows and inputs are powers of two, and whose
-    outputs are the array's width times powers of two. Results are kept: asking again costs nothing.
+    outputs are the array's width times powers of two. Results are cached.
 
-    Narrow operands are not always cheaper. Weights are padded to what the array takes in at once, and that
-    grows as operands narrow: with few inputs, 2 bits can move more than 3, and codes of 1 bit more than
-    numbers of 8. What fits a buffer as a whole is loaded before anything is computed, so that an operation
-    that just fits may take longer than one that just does not. And energy is only the second criterion.
+    Narrow operands are not always cheaper. Weights are padded to the inputs that the array takes at once,
+    and that number grows as operands narrow: with few inputs, 2 bits can move more than 3, and codes of 1 bit
+    more than 8-bit numbers. A stream that fits its buffer is loaded before anything is computed, so an
+    operation that just fits may take longer than one that just does not. And energy is only the second
+    criterion.
 
     Args:
-        op: a `FullyConnected` or a `Convolution`, whose docstring says how it is mapped.
+        op: a `FullyConnected`, or a `Convolution`, whose docstring describes the mapping.
         array: the accelerator.
 
     Returns:
@@ -151,21 +168,20 @@ def simulate(op: Op, array: BitFusion = PAPER_ARRAY) -> Result:
 def simulate_all(work: Iterable[tuple[Op, int]], array: BitFusion = PAPER_ARRAY) -> Total:
     """The sum over operations, each with the number of times it runs."""
     compute = stall = 0
-    energy, bits = EnergyParts(*[0.0] * 8), DramBits(0, 0, 0, 0)
+    energy, bits = EnergyParts(), DramBits()
     for op, times in work:
         count, result = whole("times", times, least=0), simulate(op, array)
         compute += count * result.compute_cycles
         stall += count * result.stall_cycles
-        energy = energy.plus(result.energy.times(count))
-        pairs = zip(vars(bits).values(), vars(result.dram_bits).values(), strict=True)
-        bits = DramBits(*(total + count * part for total, part in pairs))
+        energy = EnergyParts(*(a + count * b for a, b in zip(energy, result.energy, strict=True)))
+        bits = DramBits(*(a + count * b for a, b in zip(bits, result.dram_bits, strict=True)))
     return Total(array, compute, stall, energy, bits)
 
 
 @lru_cache(maxsize=8192)
 def _simulate(op: Op, array: BitFusion) -> Result:
     problems = lower(op, array)
-    check_room(problems[0], array)
+    check_buffers(problems[0], array)
     results = [_result(op, array, problem) for problem in problems if _fits(problem, array)]
     return min(results, key=lambda result: (result.cycles, result.energy_nj))
 
@@ -184,7 +200,7 @@ def _result(op: Op, array: BitFusion, problem: Problem) -> Result:
         array,
         times * compute,
         times * stall,
-        energy.times(times),
+        EnergyParts(*(times * part for part in energy)),
         DramBits(*(times * stream.total for stream in streams)),
         op,
         Tiling(
@@ -217,27 +233,51 @@ def _best(problem: Problem, array: BitFusion) -> tuple[Schedule, EnergyParts, st
             energy, stationary = _energy(schedule, problem, array)
             if found is None or (cycles, energy.total) < (fewest, least):
                 found, fewest, least = (schedule, energy, stationary), cycles, energy.total
-    if found is None:  # `check_room` has refused such buffers
+    if found is None:  # `check_buffers` has refused such buffers
         raise ValueError("no tile of this operation fits the buffers: enlarge them")
     return found
 
 
 def _energy(schedule: Schedule, problem: Problem, array: BitFusion) -> tuple[EnergyParts, str]:
-    tile = schedule.tile
+    """The energy of a schedule, and the stream that stays in the array while a tile is computed."""
+    tile, table = schedule.tile, array.energy
     bits = (problem.activation_bits, problem.weight_bits, array.output_bits)
-    stationary, weights, activations, sums = cheapest_reads(
-        array.energy, tile.rows, tile.inputs, tile.outputs, bits
+    stationary, weights, activations, sums = _cheapest_reads(
+        table, tile.rows, tile.inputs, tile.outputs, bits
     )
     # Filling a buffer writes it, draining the outputs reads them; sums are updated in place.
     updates = schedule.sums.total + tile.tiles * sums
-    moved = Accesses(
-        dram=schedule.dram_bits,
-        weight_reads=tile.tiles * weights,
-        weight_writes=schedule.weights.total,
-        activation_reads=tile.tiles * activations,
-        activation_writes=schedule.activations.total,
-        output_reads=updates,
-        output_writes=updates,
+    busy = tile.cycles * tile.tiles * array.inputs * array.outputs
+    picojoules = (
+        busy * table.unit_cycle,
+        schedule.dram_bits * table.dram_bit,
+        tile.tiles * weights * table.weight_read,
+        schedule.weights.total * table.weight_write,
+        tile.tiles * activations * table.activation_read,
+        schedule.activations.total * table.activation_write,
+        updates * table.output_read,
+        updates * table.output_write,
     )
-    units = array.inputs * array.outputs
-    return charge(array.energy, units, tile.cycles * tile.tiles, moved), stationary
+    return EnergyParts(*(part / 1e3 for part in picojoules)), stationary
+
+
+def _cheapest_reads(
+    table: EnergyTable, rows: int, inputs: int, outputs: int, bits: tuple[int, int, int]
+) -> tuple[str, int, int, int]:
+    """What a tile reads from the buffers in the cheapest of three dataflows.
+
+    The stream that stays in the array is read once a tile; the others are read again for every element of
+    the loop that does not index them. Outputs are partial sums: each update is a read and a write. `bits`
+    are those of one activation, one weight and one output.
+
+    Returns:
+        The stream that stays, and the bits of weights, activations and outputs.
+    """
+    activations, weights, sums = rows * inputs * bits[0], inputs * outputs * bits[1], rows * outputs * bits[2]
+    flows = (
+        ("outputs", weights * rows, activations * outputs, sums),
+        ("weights", weights, activations * outputs, sums * inputs),
+        ("activations", weights * rows, activations, sums * inputs),
+    )
+    prices = (table.weight_read, table.activation_read, table.output_read + table.output_write)
+    return min(flows, key=lambda flow: sum(n * price for n, price in zip(flow[1:], prices, strict=True)))

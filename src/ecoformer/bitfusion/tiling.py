@@ -1,4 +1,4 @@
-"""How an operation is cut into tiles and loops, and what that moves over the DRAM interface.
+"""Cutting an operation into tiles and loops, and the DRAM traffic that this causes.
 
 Three loops run over the tiles: rows, inputs and outputs. Each of the three streams is indexed by two of them.
 """
@@ -53,12 +53,12 @@ class Tile(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """Tiles in all; the last of a loop is charged as a whole one."""
+        """Number of tiles; the last one of a loop is charged like the others."""
         return self.trips[0] * self.trips[1] * self.trips[2]
 
 
 class Traffic(NamedTuple):
-    """Bits of a stream over the whole operation, and the most of it that its buffer holds at a time."""
+    """Bits of a stream over the entire operation, and the most that its buffer holds at a time."""
 
     total: int
     resident: int
@@ -81,8 +81,8 @@ class Schedule(NamedTuple):
     def cycles(self, width: int) -> tuple[int, int]:
         """Cycles of computing and of stalling on a DRAM interface of `width` bits a cycle.
 
-        What fills the buffers at the start, and what is left in them at the end, moves while the array
-        stands still; all other traffic moves while it computes.
+        The first fill and the last drain of the buffers stall the array; other traffic moves while it
+        computes.
         """
         busy = self.tile.cycles * self.tile.tiles
         last = self.sums.resident
@@ -109,19 +109,19 @@ def lower(op: Op, array: BitFusion) -> list[Problem]:
 def tiles(problem: Problem, array: BitFusion) -> Iterator[Tile]:
     """All tiles that fit the buffers, larger ones first."""
     lanes = array.inputs * array.fusion(problem.activation_bits, problem.weight_bits)
-    rooms = room(array)
+    capacity = capacities(array)
     for outputs in _steps(problem.outputs, array.outputs):
         columns = _ceil(outputs, array.outputs)
         for channels in _steps(problem.channels):
             steps = _ceil(channels * problem.taps, lanes)
             weights = steps * lanes * outputs * problem.weight_bits
-            if weights > rooms["weights"]:
+            if weights > capacity["weights"]:
                 continue
             trips = _ceil(problem.channels, channels), _ceil(problem.outputs, outputs)
             for part in problem.row_tiles:
                 activations = part.pixels * channels * problem.activation_bits
                 sums = columns * array.outputs * part.rows * array.output_bits
-                if activations <= rooms["activations"] and sums <= rooms["sums"]:
+                if activations <= capacity["activations"] and sums <= capacity["sums"]:
                     yield Tile(
                         part.rows,
                         channels * problem.taps,
@@ -135,27 +135,21 @@ def tiles(problem: Problem, array: BitFusion) -> Iterator[Tile]:
 
 
 def schedules(tile: Tile, array: BitFusion) -> Iterator[Schedule]:
-    """A tile in all orders of the loops that differ: a loop that runs once may stand anywhere."""
-    rooms = room(array)
-    seen = set()
+    """A tile in all orders of the loops that differ; the place of a loop that runs once does not matter."""
+    capacity, seen = capacities(array), set()
     for order in _ORDERS:
         real = tuple(loop for loop in order if tile.trips[loop] > 1)
         if real not in seen:
             seen.add(real)
-            inner_first = order[::-1]
-            yield Schedule(
-                tile,
-                order,
-                _traffic(tile.weights, rooms["weights"], _INDEXED_BY["weights"], tile, inner_first),
-                _traffic(
-                    tile.activations, rooms["activations"], _INDEXED_BY["activations"], tile, inner_first
-                ),
-                _traffic(tile.sums, rooms["sums"], _INDEXED_BY["sums"], tile, inner_first),
+            streams = (
+                _traffic(getattr(tile, name), capacity[name], loops, tile, order[::-1])
+                for name, loops in _INDEXED_BY.items()
             )
+            yield Schedule(tile, order, *streams)
 
 
 def least_cycles(tile: Tile, width: int) -> int:
-    """A bound from below on the cycles of a tile in any order, to save trying them."""
+    """A lower bound on the cycles of a tile in any order, to skip orders that cannot win."""
     first = tile.weights + tile.activations + tile.sums
     busy = tile.cycles * tile.tiles + _ceil(first, width) + _ceil(tile.sums, width)
     rows, inputs, outputs = tile.trips
@@ -163,8 +157,8 @@ def least_cycles(tile: Tile, width: int) -> int:
     return max(busy, _ceil(weights + activations + 2 * tile.sums * rows * outputs, width))
 
 
-def room(array: BitFusion) -> dict[str, int]:
-    """Bits of each stream that can be computed on: half the buffer, the other half is being filled."""
+def capacities(array: BitFusion) -> dict[str, int]:
+    """Bits of each stream that can be computed on: half the buffer, as the other half is being filled."""
     return {
         "weights": 4 * array.weight_buffer,
         "activations": 4 * array.activation_buffer,
@@ -172,7 +166,7 @@ def room(array: BitFusion) -> dict[str, int]:
     }
 
 
-def check_room(problem: Problem, array: BitFusion) -> None:
+def check_buffers(problem: Problem, array: BitFusion) -> None:
     """Refuse buffers that cannot hold the smallest tile: one channel, one row, one line of outputs."""
     lanes = array.inputs * array.fusion(problem.activation_bits, problem.weight_bits)
     outputs = min(problem.outputs, array.outputs)
@@ -192,12 +186,12 @@ def check_room(problem: Problem, array: BitFusion) -> None:
 
 
 def _traffic(
-    bits: int, space: int, indexed_by: tuple[int, int], tile: Tile, inner_first: tuple[int, ...]
+    bits: int, capacity: int, indexed_by: tuple[int, int], tile: Tile, inner_first: tuple[int, ...]
 ) -> Traffic:
     """A stream's traffic, from the innermost loop outwards.
 
-    A loop that indexes the stream brings new data. One that does not finds its data still in the buffer if
-    all that the loops inside it touch fits there, and otherwise fetches it again.
+    A loop that indexes the stream brings new data. One that does not reuses the data in the buffer if
+    everything that the loops inside it touch fits there, and otherwise fetches it again.
     """
     total = footprint = resident = bits
     for loop in inner_first:
@@ -205,15 +199,15 @@ def _traffic(
         if loop in indexed_by:
             total *= trips
             footprint *= trips
-            if footprint <= space:
+            if footprint <= capacity:
                 resident = footprint
-        elif footprint > space:
+        elif footprint > capacity:
             total *= trips
     return Traffic(total, resident)
 
 
 def _pixel_tiles(op: Convolution) -> Iterator[RowTile]:
-    """Whole feature maps, whole lines, or a part of a line."""
+    """Complete feature maps, complete lines, or part of a line."""
     height, width = op.out_height, op.out_width
     line = op.span(1, width)
     for maps in _steps(op.batch):

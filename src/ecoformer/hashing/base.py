@@ -18,6 +18,7 @@ from ecoformer.functional import Surrogate, check_surrogate, sign_ste
 from ecoformer.hashing.quality import HashQuality, hash_quality
 from ecoformer.hashing.ranks import broadcast_state, gather_tokens, same_order
 from ecoformer.hashing.solver import FitOptions, Tick
+from ecoformer.operations import Described
 from ecoformer.randomness import seeded
 
 
@@ -31,7 +32,7 @@ class UnfittedHasherError(RuntimeError):
     """Codes were asked of a hasher that has learned nothing yet."""
 
 
-class Hasher(nn.Module):
+class Hasher(Described, nn.Module):
     """Hash functions of one attention layer.
 
     A hasher computes a real number for every bit (`project`) and takes its sign. In the backward pass the
@@ -46,6 +47,7 @@ class Hasher(nn.Module):
         sign_of_zero: +1 in the paper, 0 in the released code.
     """
 
+    computed_by = "project"
     learns: ClassVar[bool] = True
     fitted: Tensor
 

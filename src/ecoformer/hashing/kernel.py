@@ -15,6 +15,7 @@ from ecoformer.hashing.base import Hasher, wide_dtype
 from ecoformer.hashing.pairs import CosineLabels, Labels, SparseLabels, find_pairs
 from ecoformer.hashing.solver import FitOptions, Tick, learn_bits
 from ecoformer.hashing.support import draw_support, spread_support
+from ecoformer.operations import Counts, Operations, Product
 
 __all__ = ["MAX_BITS", "KernelData", "KernelHasher", "KlshHasher", "squared_distances", "unit_length"]
 
@@ -105,6 +106,15 @@ class KernelHasher(Hasher):
         distances = squared_distances(unit_length(tokens), self.support_samples.to(dtype))
         kernel = torch.exp(-distances / (2 * _width(distances, valid)[..., None, None]))
         return (kernel - self.mean.to(dtype).unsqueeze(-2)) @ self.weight.to(dtype)
+
+    def operations(self, batch: int, tokens: int) -> Operations:
+        """Kernels on the support samples and products with A. The paper counts no squares of distances."""
+        rows, m, heads = batch * tokens, self.support, self.num_heads
+        return [
+            Product(rows, self.head_dim, m, heads, right="weight", term=Counts(add=2)),
+            Counts(mul=2 * m) * (rows * heads),
+            Product(rows, m, self.bits, heads, right="weight"),
+        ]
 
     def functions(self) -> HashFunctions | None:
         """Support samples, mean, widths and A, unless the widths are those of the input."""

@@ -13,6 +13,7 @@ from ecoformer.functional import Surrogate
 from ecoformer.hashing.base import Hasher, wide_dtype
 from ecoformer.hashing.kernel import unit_length
 from ecoformer.hashing.solver import FitOptions, Tick
+from ecoformer.operations import Operations, Product
 from ecoformer.randomness import seeded
 
 
@@ -63,6 +64,10 @@ class LshHasher(_DrawnHasher):
         """New hyperplanes."""
         if not self.planes.is_meta:
             self.planes.copy_(torch.randn(self.planes.shape, generator=generator, device="cpu"))
+
+    def operations(self, batch: int, tokens: int) -> Operations:
+        """One product with each hyperplane."""
+        return [Product(batch * tokens, self.head_dim, self.bits, self.num_heads, right="weight")]
 
     def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
         """Unit tokens' products with the hyperplanes' normals."""
@@ -124,6 +129,12 @@ class SignHasher(_DrawnHasher):
         if self.features == "fourier" and not self.phases.is_meta:
             self.frequencies.copy_(torch.randn(self.frequencies.shape, generator=generator, device="cpu"))
             self.phases.copy_(2 * math.pi * torch.rand(self.phases.shape, generator=generator, device="cpu"))
+
+    def operations(self, batch: int, tokens: int) -> Operations:
+        """One product for each random feature; the signs of channels cost none."""
+        rows = batch * tokens
+        product = Product(rows, self.head_dim, self.bits, self.num_heads, right="weight")
+        return [product] if self.features == "fourier" else []
 
     def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
         """The features themselves."""
