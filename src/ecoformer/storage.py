@@ -1,13 +1,14 @@
-"""Checkpoint files: tensors and a config in one safetensors file, written as a whole or not at all.
+"""Checkpoint files: tensors and a JSON config in one safetensors file, replaced completely or not at all.
 
-The config is JSON text in the file's metadata, so that any safetensors tool can read the tensors. What the
-config means is for others to say.
+The config and a checksum of the file are text in the file's metadata, so any safetensors tool can read the
+tensors.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
+import mmap
 import os
 import stat
 from collections.abc import Hashable, Mapping
@@ -20,85 +21,107 @@ from torch import Tensor, nn
 from ecoformer.arguments import one_line
 from ecoformer.files import replacing
 
-__all__ = [
-    "CheckpointError",
-    "check_config",
-    "check_fit",
-    "load_into",
-    "read",
-    "read_config",
-    "write",
-]
-
 FORMAT = 1
-_KEY = "ecoformer"
-_MAX_HEADER = 100_000_000  # the safetensors format's own limit
-_DTYPES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-_DTYPES |= {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-_DTYPES |= {torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2}
-# What reading JSON raises, and looking in it for what is not there.
+_CONFIG, _CHECKSUM = "ecoformer", "sha256"
+_UNSEALED = b"0" * 64
+"""Stands for the checksum while it is computed."""
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""What json.loads raises, and a lookup in JSON of another shape."""
 
 
 class CheckpointError(ValueError):
-    """A file is no checkpoint of ours, is damaged, or does not fit the model; the message is one line."""
+    """A file is not a checkpoint, is damaged, or does not fit the model. The message is one line."""
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Path:
     """Write tensors and config to a safetensors file, which appears complete or stays as it was.
 
     Args:
-        path: the file; its folder must exist. A link is followed. A new file follows the umask, one that is
-            replaced keeps its permissions.
-        tensors: dense, on any device. Those that are one and the same memory are stored once and are one
-            again when read; other views of shared memory are stored as copies.
-        config: strings, finite numbers, booleans, None, and lists and dicts of them. Tuples become lists.
+        path: the file; its folder must exist. A link is followed. A new file follows the umask, an existing
+            one keeps its permissions.
+        tensors: dense, on any device. Tied tensors (the same memory) are stored once and are tied again when
+            read; other views of shared memory are stored as copies.
+        config: what JSON can hold. Tuples become lists, keys become strings.
 
     Returns:
         `path`, as a Path.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
     target = Path(os.path.realpath(path))
-    _check_target(target)
-    envelope: dict[str, Any] = {"format": FORMAT, "config": _plain(dict(config), "config")}
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {target.parent} for {target.name}: create it first")
+    if target.exists() and not target.is_file():
+        raise IsADirectoryError(f"{target} is a folder or a device: pass the path of a regular file")
     stored, aliases = _without_aliases(dict(tensors))
-    if aliases:
-        envelope["aliases"] = aliases
-    _replace(target, stored, {"format": "pt", _KEY: json.dumps(envelope)})
+    envelope = {"format": FORMAT, "config": dict(config)} | ({"aliases": aliases} if aliases else {})
+    metadata = {"format": "pt", _CONFIG: as_json(envelope), _CHECKSUM: _UNSEALED.decode()}
+    with replacing(target) as temporary:
+        try:
+            save_file(stored, temporary, metadata=metadata)
+        except SafetensorError as error:
+            raise OSError(f"could not write {target}: {one_line(error)}") from error
+        with open(temporary, "r+b") as file:
+            _seal(file, sum(tensor.nbytes for tensor in stored.values()), str(target))
     return Path(path)
 
 
-def check_config(config: Mapping[str, Any]) -> None:
-    """Raise what `write` would raise of a config that JSON cannot hold."""
-    _plain(dict(config), "config")
+def as_json(config: Mapping[str, Any]) -> str:
+    """A config as JSON text; what JSON cannot hold is an error."""
+    try:
+        return json.dumps(config, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"the config cannot be stored ({one_line(error)}): it takes strings, finite numbers, booleans, "
+            "None, lists and dicts"
+        ) from error
 
 
-def read(
-    path: str | os.PathLike[str], device: str | torch.device = "cpu"
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a checkpoint, on `device`, and its config."""
-    path, device = os.fspath(path), torch.device(device)
-    # One handle for all: safetensors' own load_file opens the path twice and, when the file is replaced in
-    # between, cuts the new file's bytes by the old file's header.
-    with _open(path) as file:
-        config, aliases = _read_envelope(file, path)
-        stored = _read_tensors(file, path)
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the config of a file that `write` wrote; a file with a checksum is verified."""
+    from safetensors.torch import load
+
+    source = os.fspath(path)
+    # One handle for everything: safetensors' load_file opens the path twice and, if the file is replaced in
+    # between, splits the new file's bytes by the old file's header.
+    with open_regular(source) as file:
+        end = _end_of_header(file, source)
+        file.seek(0)
+        content = file.read()
+    try:
+        stored = load(content)
+        metadata = json.loads(content[8:end]).get("__metadata__", {})
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged bytes fail in more ways than safetensors has a class for
+        raise CheckpointError(f"{source} is truncated or damaged: {one_line(error)}") from error
+    config, aliases = _open_envelope(metadata, source)
+    if _CHECKSUM in metadata:
+        at = content.find(str(metadata[_CHECKSUM]).encode(), 0, end)
+        if at < 0 or _digest(content, at) != metadata[_CHECKSUM]:
+            raise CheckpointError(f"{source} is damaged: its checksum does not match; copy or save it again")
     if not stored.keys() >= set(aliases.values()) or stored.keys() & aliases.keys():
-        raise CheckpointError(f"{path} is damaged: its tied names do not match its tensors")
-    tensors = {name: tensor.to(device) for name, tensor in stored.items()}
-    return tensors | {alias: tensors[name] for alias, name in aliases.items()}, config
+        raise CheckpointError(f"{source} is damaged: its tied names do not match its tensors")
+    return stored | {alias: stored[name] for alias, name in aliases.items()}, config
 
 
-def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The config of a checkpoint; its tensors are not read."""
-    with _open(os.fspath(path)) as file:
-        return _read_envelope(file, os.fspath(path))[0]
+def open_regular(path: str) -> BinaryIO:
+    """Open a regular file for reading; opening a pipe would wait forever."""
+    try:
+        regular = stat.S_ISREG(os.stat(path).st_mode)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no file {path}") from None
+    if not regular:
+        raise CheckpointError(f"{path} is a folder or a device: pass the path of a checkpoint file")
+    return open(path, "rb")
 
 
 def load_into(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
     """Copy tensors into a model that has exactly these names and shapes.
 
     Everything is checked before anything is copied: a model that does not fit stays as it was. Precision may
-    differ, but not the kind of number. Only a module whose own loading code raises can leave a part behind.
+    differ, but not the kind of number. Only a module whose own loading code raises can be left half loaded.
 
     Args:
         model: any module. Values are copied into its parameters and buffers, which stay where they are.
@@ -127,32 +150,6 @@ def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -
     problems = _differences(state, tensors) or _torn_ties(state, tensors)
     if problems:
         raise CheckpointError(f"{source} does not fit {type(model).__name__}: {'; '.join(problems)}")
-
-
-def _check_target(target: Path) -> None:
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {target.parent} for {target.name}: create it first")
-    if target.exists() and not target.is_file():
-        raise IsADirectoryError(f"{target} is a folder or a device: name an ordinary file")
-
-
-def _plain(value: Any, where: str) -> Any:
-    """The value as JSON gives it back; JSON itself would turn keys into strings and write NaN unasked."""
-    if value is None or isinstance(value, str | int):
-        return value
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError(f"{where} is {value}, which JSON cannot hold: use None or a string")
-        return value
-    if isinstance(value, list | tuple):
-        return [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, Mapping):
-        if odd := [key for key in value if not isinstance(key, str)]:
-            raise TypeError(f"{where} has the key {odd[0]!r}: keys must be strings")
-        return {key: _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
-    raise TypeError(
-        f"{where} is a {type(value).__name__}: a config holds strings, numbers, booleans, None, lists, dicts"
-    )
 
 
 def _without_aliases(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -190,110 +187,84 @@ def _check_storable(name: str, tensor: Tensor) -> None:
         raise TypeError(f"tensors must map strings to tensors, got {name!r}: {type(tensor).__name__}")
     if name == "__metadata__" or name != name.encode(errors="ignore").decode():
         raise CheckpointError(f"a tensor cannot be named {name!r} in a safetensors file: rename it")
-    if tensor.is_meta:
-        raise CheckpointError(f"tensor {name!r} is on the meta device: it has no numbers to store")
-    if tensor.layout != torch.strided or tensor.dtype not in _DTYPES:
-        what = f"{tensor.layout} of {tensor.dtype}"
-        raise CheckpointError(f"tensor {name!r} is {what}: only dense bool, int and float can be stored")
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_complex() or tensor.is_quantized:
+        what = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
+        raise CheckpointError(
+            f"tensor {name!r} is {what}: only dense bool, int and float tensors with data can be stored"
+        )
 
 
-def _replace(target: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write beside the target, and take its place only when everything is on the disk."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    with replacing(target) as temporary:
-        try:
-            save_file(tensors, temporary, metadata=metadata)
-        except SafetensorError as error:
-            raise OSError(f"could not write {target}: {one_line(error)}") from error
-        with open(temporary, "rb") as file:
-            _read_envelope(file, str(target))  # a file cut short must not replace a good one
-
-
-def _open(path: str) -> BinaryIO:
-    try:
-        ordinary = stat.S_ISREG(os.stat(path).st_mode)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no file {path}") from None
-    if not ordinary:  # opening a pipe would wait for ever
-        raise CheckpointError(f"{path} is a folder or a device: name a checkpoint file")
-    return open(path, "rb")
+def _seal(file: BinaryIO, data_bytes: int, source: str) -> None:
+    """Write the checksum into a new file, once the file is found to be complete."""
+    end = _end_of_header(file, source)
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if len(content) != end + data_bytes:
+            raise OSError(f"{source} was not written completely: {len(content)} of {end + data_bytes} bytes")
+        # In the config, which is text within this text, quotes are escaped: it cannot hold this.
+        before = f'"{_CHECKSUM}":"'.encode()
+        at = content.find(before + _UNSEALED, 0, end) + len(before)
+        digest = _digest(content, at)
+    file.seek(at)
+    file.write(digest.encode())
 
 
-def _read_envelope(file: BinaryIO, path: str) -> tuple[dict[str, Any], dict[str, str]]:
+def _digest(content: bytes | mmap.mmap, at: int) -> str:
+    """SHA-256 of a file, with zeros where the checksum stands."""
+    with memoryview(content) as view, view[:at] as before, view[at + len(_UNSEALED) :] as after:
+        digest = hashlib.sha256(before)
+        digest.update(_UNSEALED)
+        digest.update(after)
+    return digest.hexdigest()
+
+
+def _end_of_header(file: BinaryIO, source: str) -> int:
+    """Where a safetensors file's header ends, once it is known to be of reasonable length.
+
+    Parsed JSON takes some 30 times its length, so a header may be long only where the tensors are large.
+    """
+    size = os.fstat(file.fileno()).st_size
+    start = file.read(9)
+    end = 8 + int.from_bytes(start[:8], "little")
+    if len(start) < 9:
+        raise CheckpointError(f"{source} is empty or truncated: copy or save it again")
+    if start[8:] != b"{":
+        hint = ""
+        if start.startswith(b"PK\x03\x04") or (start[:1] == b"\x80" and start[1:2] <= b"\x05"):
+            hint = (
+                " but a PyTorch pickle: torch.load(..., weights_only=True) reads it, then "
+                "ecoformer.load_official or load_state_dict takes the result"
+            )
+        raise CheckpointError(f"{source} is not a safetensors file{hint}")
+    if end > size:
+        raise CheckpointError(f"{source} is truncated or damaged: it ends within its header")
+    if end > max(1 << 23, size // 8):
+        raise CheckpointError(f"{source} is damaged: {end} of its {size} bytes are header")
+    return end
+
+
+def _open_envelope(metadata: Any, source: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The config, and {name: stored name} of tied tensors."""
-    text = _read_header(file, path).get("__metadata__", {}).get(_KEY)
-    if text is None:
+    if not isinstance(metadata, dict) or _CONFIG not in metadata:
         remedy = "load it into a model of your own with safetensors.torch.load_file"
-        raise CheckpointError(f"{path} holds tensors but no ecoformer config: {remedy}")
+        raise CheckpointError(f"{source} holds tensors but no ecoformer config: {remedy}")
     try:
-        envelope = json.loads(text)
+        envelope = json.loads(metadata[_CONFIG])
         version = envelope["format"]
     except _MALFORMED as error:
-        raise CheckpointError(f"the config in {path} is damaged: {one_line(error)}") from error
+        raise CheckpointError(f"the config in {source} is damaged: {one_line(error)}") from error
     if type(version) is int and version > FORMAT:
         raise CheckpointError(
-            f"{path} has format {version}, newer than {FORMAT}: upgrade ecoformer to read it"
+            f"{source} has format {version}, newer than {FORMAT}: upgrade ecoformer to read it"
         )
     config, aliases = envelope.get("config"), envelope.get("aliases", {})
     sound = isinstance(config, dict) and isinstance(aliases, dict)
     if version != FORMAT or not sound or not all(isinstance(name, str) for name in aliases.values()):
-        raise CheckpointError(f"the config in {path} is damaged: it is not as format {FORMAT} has it")
+        raise CheckpointError(f"the config in {source} is damaged: it does not have format {FORMAT}")
     return config, aliases
 
 
-def _read_header(file: BinaryIO, path: str) -> dict[str, Any]:
-    """The JSON at a safetensors file's start, once the file is as long as it says."""
-    size = os.fstat(file.fileno()).st_size
-    start = file.read(9)
-    if not start:
-        raise CheckpointError(f"{path} is empty: write or copy it again")
-    length = int.from_bytes(start[:8], "little")
-    if len(start) == 9 and not (start[8:] == b"{" and 2 <= length <= _MAX_HEADER):
-        raise CheckpointError(_not_safetensors(path, start))
-    if len(start) < 9 or size < 8 + length:
-        raise CheckpointError(f"{path} is truncated, it ends after {size} bytes: write or copy it again")
-    try:
-        header: dict[str, Any] = json.loads((b"{" + file.read(length - 1)).decode())
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        wanted = 8 + length + max(ends, default=0)
-        short, exact = size < wanted, size == wanted
-        if any(not isinstance(value, str) for value in header.get("__metadata__", {}).values()):
-            raise TypeError("metadata must be text")
-    except _MALFORMED as error:
-        raise CheckpointError(f"{path} is damaged, its header cannot be read: {one_line(error)}") from error
-    if not exact:
-        what = "truncated" if short else "damaged"
-        raise CheckpointError(f"{path} is {what}, it has {size} of {wanted} bytes: write or copy it again")
-    return header
-
-
-def _read_tensors(file: BinaryIO, path: str) -> dict[str, Tensor]:
-    from safetensors.torch import load
-
-    file.seek(0)
-    content = file.read()
-    try:
-        return load(content)
-    except MemoryError:
-        raise
-    except Exception as error:  # damaged bytes fail in more ways than safetensors has a class for
-        raise CheckpointError(f"{path} is damaged: {one_line(error)}") from error
-
-
-def _not_safetensors(path: str, start: bytes) -> str:
-    # Asked only of files that cannot be safetensors: a header of 640 bytes starts like a pickle, too.
-    if start.startswith(b"PK\x03\x04") or (start[0] == 0x80 and start[1] <= 5):
-        return (
-            f"{path} is a PyTorch pickle, not safetensors: torch.load(..., weights_only=True) reads it, then "
-            "ecoformer.load_official or load_state_dict takes the result"
-        )
-    return f"{path} is not a safetensors file"
-
-
 def _differences(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
-    """In which ways the tensors are not those that the model's state names."""
+    """How the tensors differ from those that the model's state names."""
     found = {
         "missing": [repr(name) for name in state if name not in tensors],
         "unexpected": [repr(name) for name in tensors if name not in state],

@@ -168,6 +168,14 @@ def test_the_same_model_again(kind, tmp_path):
     assert_same(again, model, x)
 
 
+@pytest.mark.parametrize("kind", ["ours, pvt", "ours, twins", "timm vit", "bert", "vit of transformers"])
+def test_a_model_that_was_trained_with_gradient_checkpointing(kind, tmp_path):
+    model, x = made(kind)
+    switch = getattr(model, "set_grad_checkpointing", None) or model.gradient_checkpointing_enable
+    switch()
+    assert_same(ecoformer.load(ecoformer.save(model, tmp_path / "model")), model, x)
+
+
 @pytest.mark.parametrize("attention", ecoformer.list_attentions())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_every_mechanism_and_precision(attention, dtype, tmp_path):

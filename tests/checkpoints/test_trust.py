@@ -54,11 +54,15 @@ def test_nothing_else_is_opened(tmp_path, monkeypatch, model):
     refused(storage.write(tmp_path / "x.safetensors", {"a": torch.zeros(1)}, description(**model)))
 
 
-def test_a_small_file_asks_for_no_large_model(tmp_path):
-    arguments = {"length": 10**12, "attention": "softmax"}
-    config = description(library="ecoformer", name="TextEncoder", arguments=arguments)
-    path = storage.write(tmp_path / "x.safetensors", {"a": torch.zeros(1)}, config)
-    assert "does not fit TextEncoder" in refused(path)
+def test_a_file_does_not_say_where_weights_come_from(tmp_path):
+    """timm keeps such settings beside those of images, and would download by them later."""
+    path = ecoformer.save(timm.create_model("pvt_v2_b0", num_classes=3), tmp_path / "x")
+    tensors, description = storage.read(path)
+    description["model"]["images"] |= {"crop_pct": 0.5, "url": "https://example.com/x.pth", "file": "x.pth"}
+    settings = ecoformer.load(storage.write(path, tensors, description)).pretrained_cfg
+    assert settings["crop_pct"] == 0.5
+    assert "example.com" not in str(settings)
+    assert settings.get("file") != "x.pth"
 
 
 def test_settings_that_tensors_do_not_show(tmp_path):

@@ -189,7 +189,7 @@ def _timm(name: str, arguments: dict[str, Any], images: dict[str, Any]) -> nn.Mo
     model: nn.Module = timm.create_model(name, **_tuples(arguments))
     settings = getattr(model, "pretrained_cfg", None)
     if isinstance(settings, dict):
-        settings.update(_tuples(images))
+        settings.update(_tuples({key: images[key] for key in _IMAGES if key in images}))
     setattr(model, ARGUMENTS, dict(arguments))
     return model
 

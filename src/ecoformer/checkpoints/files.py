@@ -16,6 +16,7 @@ from ecoformer import storage
 from ecoformer.arguments import one_line
 from ecoformer.checkpoints import folders
 from ecoformer.checkpoints.describe import check_description, describe, prepare, rebuild
+from ecoformer.checkpoints.limits import check_buffers, check_numbers, on_meta, within
 from ecoformer.checkpoints.structure import difference, structure
 from ecoformer.conversion.convert import RECORD, unwrapped
 from ecoformer.storage import CheckpointError
@@ -59,7 +60,7 @@ def checked_description(
     Where it cannot, the error ends with the `remedy`.
     """
     description = describe(model, arguments, standalone=standalone)
-    storage.check_config(description)
+    storage.as_json(description)
     if description["model"]["library"] is not None:
         _check_rebuilds(model, description, remedy)
     return description
@@ -84,6 +85,7 @@ def load(
     source = str(path)
     tensors, description = storage.read(path)
     check_description(description, source)
+    check_numbers(description, tensors, source)
     if model is None:
         return _build(tensors, description, source).to(device).eval()
     given, model = model, unwrapped(model)
@@ -91,7 +93,7 @@ def load(
     rehearsal = _on_meta(model)
     bare = not structure(model, ours_only=True)
     steps = description if bare else description | {"conversions": []}
-    with _blaming(f"{source} does not fit {type(model).__name__}"):
+    with _blaming(f"{source} does not fit {type(model).__name__}"), on_meta(), within(tensors, source):
         prepare(rehearsal, steps)
     _check_same(rehearsal, description, source)
     storage.check_fit(rehearsal, tensors, source=source)
@@ -101,31 +103,23 @@ def load(
 
 
 def _build(tensors: dict[str, Tensor], description: dict[str, Any], source: str) -> nn.Module:
-    with _blaming(f"{source} does not describe a model that can be built"):
-        # On shapes alone first, so that a small file cannot ask for a large model.
-        rehearsal = _rebuild_on_meta(description)
-        if rehearsal is not None:
-            storage.check_fit(rehearsal, tensors, source=source)
+    with _blaming(f"{source} does not describe a model that can be built here"):
+        with on_meta(), within(tensors, source):
+            rehearsal = rebuild(description)
+        storage.check_fit(rehearsal, tensors, source=source)
+        check_buffers(rehearsal, tensors, source)
+        _check_same(rehearsal, description, source)
         new = rebuild(description)
-    _check_same(new, description, source)
     _take_dtypes(new, tensors)
     storage.load_into(new, tensors, source=source)
     return new
 
 
-def _rebuild_on_meta(description: dict[str, Any]) -> nn.Module | None:
-    """None where a model cannot be built without data."""
-    try:
-        with torch.device("meta"):
-            return rebuild(description)
-    except (RuntimeError, NotImplementedError):
-        return None
-
-
 def _check_rebuilds(model: nn.Module, description: dict[str, Any], remedy: str) -> None:
     name, arguments = description["model"]["name"], description["model"].get("arguments", {})
     try:
-        again = _rebuild_on_meta(description) or rebuild(description)
+        with on_meta():
+            again = rebuild(description)
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{name} cannot be built with {arguments} ({one_line(error)}): {remedy}") from error
     odd = difference(structure(model), structure(again)) or _other_shapes(model, again)
@@ -169,7 +163,9 @@ def _blaming(what: str) -> Iterator[None]:
     """What goes wrong while a model is built from a file is the file's fault."""
     try:
         yield
-    except (ValueError, TypeError, RuntimeError, AttributeError, LookupError, AssertionError) as error:
+    except (CheckpointError, MemoryError, ImportError):
+        raise
+    except Exception as error:  # libraries raise whatever they stumble over
         raise CheckpointError(f"{what}: {one_line(error)}") from error
 
 

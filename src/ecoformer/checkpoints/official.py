@@ -10,13 +10,16 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ecoformer import storage
+from ecoformer.arguments import one_line
 from ecoformer.storage import CheckpointError
 from ecoformer.third_party import import_timm
 
@@ -95,10 +98,15 @@ def load_official(source: str | os.PathLike[str] | Mapping[str, Any]) -> nn.Modu
     try:
         layout = recognise(state)
         tensors = rename(state, layout)
+        _check_memory(state)
+        model = _build(layout)
+        model.load_state_dict(tensors)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from None
-    model = _build(layout)
-    model.load_state_dict(tensors)
+    except (MemoryError, ImportError):
+        raise
+    except Exception as error:  # sizes that no mechanism takes, tensors that cannot be copied
+        raise CheckpointError(f"{where}: {one_line(error)}") from error
     return model.eval()
 
 
@@ -186,22 +194,55 @@ def _state_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, 
     return where, {key.removeprefix("module.") if wrapped else key: value for key, value in state.items()}
 
 
+def _check_memory(state: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that are larger than the memory behind them, which a copy would need."""
+    storages: dict[int, int] = {}
+    for key, tensor in state.items():
+        dense = tensor.layout == torch.strided and not tensor.is_meta
+        if not dense or type(tensor) not in (Tensor, nn.Parameter):
+            raise CheckpointError(f"{key} is not a plain dense tensor")
+        memory = tensor.untyped_storage()
+        storages[memory._cdata] = memory.nbytes()
+    wanted, held = sum(tensor.nbytes for tensor in state.values()), sum(storages.values())
+    if wanted > held:
+        raise CheckpointError(
+            f"its tensors are views that repeat {held} bytes of numbers until they are {wanted} bytes"
+        )
+
+
 def _load(path: str | os.PathLike[str]) -> Any:
-    with open(path, "rb") as file:
+    where = os.fspath(path)
+    with storage.open_regular(where) as file:
         try:
+            _check_records(file)
+            file.seek(0)
             # The released files keep the arguments of the training run beside the weights.
             with torch.serialization.safe_globals([argparse.Namespace]):
                 return torch.load(file, map_location="cpu", weights_only=True)
         except MemoryError:
             raise
-        # Bytes that are no checkpoint end in whatever the unpickler stumbles over.
+        # Other bytes end in whatever the unpickler stumbles over.
         except Exception as error:
             held = re.search(r"GLOBAL ([\w.]+)", str(error))
-            reason = "it is damaged, or no file of PyTorch's"
+            reason = f"it is damaged, or not a PyTorch file ({one_line(error, 80)})"
             if held:
                 remedy = "if you trust it, pass what torch.load(path, weights_only=False) gives"
                 reason = f"it holds a {held[1]}; {remedy}"
-            raise CheckpointError(f"{os.fspath(path)} cannot be read as a checkpoint: {reason}") from error
+            raise CheckpointError(f"{where} cannot be read as a checkpoint: {reason}") from error
+
+
+def _check_records(file: BinaryIO) -> None:
+    """Refuse a zip archive that unpacks to more than itself; torch.save compresses nothing."""
+    if file.read(4) != b"PK\x03\x04":
+        return
+    size = file.seek(0, os.SEEK_END)
+    with zipfile.ZipFile(file) as archive:
+        records, comment = archive.infolist(), archive.comment
+    packed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
+    # With a comment or a prefix, torch and zipfile could read different lists of records.
+    moved = bool(comment) or min((record.header_offset for record in records), default=0) > 0
+    if packed or moved or sum(record.file_size for record in records) > size:
+        raise ValueError("its records are compressed or overlap")
 
 
 def _family_of(state: Mapping[str, Tensor]) -> Family:

@@ -12,6 +12,7 @@ Structure = dict[str, dict[str, Any]]
 _RATES = ("p", "drop_prob", "drop_path_rate")
 """Dropout of whatever kind changes training only, and many models do not remember theirs."""
 _IGNORED = {"training", "inplace", "img_size", "num_patches", "H", "W", "grad_checkpointing"}
+_IGNORED |= {"gradient_checkpointing"}
 _NOTES = {"pretrained_cfg", "default_cfg", "ecoformer_arguments", "warnings_issued", "all_tied_weights_keys"}
 """What libraries write down about a model, such as where its weights came from."""
 

@@ -1,0 +1,105 @@
+"""What a file may ask for: no more than its tensors hold.
+
+A description of 600 bytes can name a model of any size. Numbers in it are checked first, then the model is
+built on the meta device, which takes no memory, and building stops once the model has outgrown the file.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from torch.overrides import TorchFunctionMode
+
+from ecoformer.storage import CheckpointError
+
+_SMALL = 1 << 14
+"""Numbers up to this are always fine: image sizes, windows, layers."""
+_BYTES_PER_UNIT = 32
+"""A vocabulary, a length or a width has a row of at least this many bytes for each of its units."""
+_FREE = ("seed",)
+"""Arguments that say nothing about sizes."""
+_SPARE = 16
+"""Layers are built as the library has them and then converted: tensors are made that no file holds."""
+
+
+def check_numbers(description: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> None:
+    """Refuse a description with numbers that no model of these tensors could have."""
+    limit = max(_SMALL, sum(tensor.nbytes for tensor in tensors.values()) // _BYTES_PER_UNIT)
+    for part in ("model", "conversions"):
+        for name, value in _numbers(description[part], part):
+            if abs(value) > limit:
+                asked = f"{name}={str(value)[:24]}"
+                raise CheckpointError(f"{source} asks for {asked}, but its tensors allow {limit} at most")
+    steps = sum(len(record["layers"]) for record in description["conversions"])
+    if steps > _SPARE * len(tensors):
+        raise CheckpointError(f"{source} converts {steps} layers but holds {len(tensors)} tensors")
+
+
+def _numbers(value: Any, name: str) -> Iterator[tuple[str, int]]:
+    """Every integer in a description by its name; those of a list count together."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key not in _FREE:
+                yield from _numbers(item, key)
+    elif isinstance(value, list):
+        found = [number for item in value for number in _numbers(item, name)]
+        yield from found
+        yield name, sum(abs(number) for key, number in found if key == name)
+    elif isinstance(value, int):
+        yield name, value
+
+
+class _LinspaceOnCpu(TorchFunctionMode):
+    """Schedules of stochastic depth are read by models as they are built, by older timm from a tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Only `torch.linspace` is changed."""
+        if func is torch.linspace:
+            return func(*args, **{"device": "cpu"} | (kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Models are built as shapes without numbers."""
+    with torch.device("meta"), _LinspaceOnCpu():
+        yield
+
+
+@contextmanager
+def within(tensors: Mapping[str, Tensor], source: str) -> Iterator[None]:
+    """Stop building a model in this thread once it has outgrown a file with these tensors."""
+    thread, left = threading.get_ident(), _SPARE * (64 + 2 * len(tensors))
+    largest = _SPARE * ((1 << 16) + sum(tensor.numel() for tensor in tensors.values()))
+
+    def count(module: nn.Module, name: str, new: Tensor | nn.Module | None) -> None:
+        nonlocal left
+        if threading.get_ident() != thread:
+            return
+        left -= 1
+        if left < 0 or (isinstance(new, Tensor) and new.numel() > largest):
+            raise CheckpointError(
+                f"{source} describes a larger model than its {len(tensors)} tensors can fill"
+            )
+
+    with ExitStack() as stack:
+        for register in (
+            hooks.register_module_parameter_registration_hook,
+            hooks.register_module_buffer_registration_hook,
+            hooks.register_module_module_registration_hook,
+        ):
+            stack.callback(register(count).remove)
+        yield
+
+
+def check_buffers(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Refuse a model on the meta device whose buffers, which files need not hold, are far too large."""
+    held = sum(tensor.numel() for tensor in tensors.values())
+    if sum(buffer.numel() for buffer in model.buffers()) > _SPARE * ((1 << 20) + held):
+        raise CheckpointError(f"{source} describes a model with larger buffers than its tensors explain")

@@ -1,0 +1,253 @@
+"""Small files take little memory and little time, whatever they ask for: they are loaded or refused."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import released
+import torch
+
+import ecoformer
+from ecoformer import CheckpointError, load_official, storage
+from ecoformer.checkpoints import limits
+from ecoformer.models.text import lra_text
+
+pytest.importorskip("timm")
+pytest.importorskip("transformers")
+
+BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+HUGE = 10**9
+
+
+def text(**arguments):
+    return {"library": "ecoformer", "name": "TextEncoder", "arguments": arguments}
+
+
+def timm(name, **arguments):
+    return {"library": "timm", "name": name, "arguments": arguments}
+
+
+def bert(cls="BertModel", **config):
+    return {"library": "transformers", "name": cls, "config": BERT | config}
+
+
+def performer(features, **arguments):
+    return text(attention="performer", attention_config={"features": features}, **arguments)
+
+
+MODELS = {
+    "width beyond 2^63 bytes": text(length=10**7, dim=10**12, attention="softmax", num_heads=1),
+    "overflow on meta": timm("vit_tiny_patch16_224", embed_dim=3 * 10**13),
+    "a number with many digits": text(length=10**1000),
+    "depths": timm("pvt_v2_b0", depths=[10**5] * 4),
+    "depths, in sum": timm("pvt_v2_b0", depths=[16_000] * 10_000),
+    "depths, fewer": timm("pvt_v2_b0", depths=[4_000] * 4),
+    "layers": bert(num_hidden_layers=HUGE),
+    "layers, fewer": bert(num_hidden_layers=16_000, hidden_size=16_000),
+    "labels": bert("BertForSequenceClassification", num_labels=HUGE),
+    "depth": text(depth=10**8, attention="softmax"),
+    "depth, less": text(depth=16_000, attention="eco"),
+    "features": performer(10**8),
+    "features, fewer": performer(16_000, dim=16_000, num_heads=1),
+    "bits": text(attention="klsh_eco", attention_config={"bits": 16_000, "support": 16_000}, dim=10_000),
+    "a ratio": timm("vit_tiny_patch16_224", mlp_ratio=1e300),
+    "images": timm("ecoformer_pvt_v2_b0", img_size=16_000, attention="linformer"),
+}
+
+CHILD = """
+import json, pathlib, re, sys, time, warnings
+import ecoformer, ecoformer.models.pvt_v2, timm, torch, transformers
+warnings.simplefilter("ignore")
+transformers.BertModel, transformers.BertForSequenceClassification
+
+def peak():
+    "Kilobytes; getrusage would count the process that started this one."
+    return int(re.search(r"VmHWM:\\s*(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+
+for line in sys.stdin:
+    kind, path = json.loads(line)
+    call = ecoformer.load if kind == "load" else ecoformer.load_official
+    memory, start = peak(), time.monotonic()
+    try:
+        call(path)
+        problem = "loaded"
+    except ecoformer.CheckpointError as error:
+        problem = "" if "\\n" not in str(error) else "more than one line"
+    except BaseException as error:
+        problem = repr(error)
+    print(json.dumps([problem, (peak() - memory) // 1024, time.monotonic() - start]), flush=True)
+"""
+
+
+def outcomes(kind, paths):
+    """What became of each file in a process of its own: its problem, megabytes and seconds."""
+    request = "".join(json.dumps([kind, str(path)]) + "\n" for path in paths)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD],
+        input=request,
+        text=True,
+        stdout=subprocess.PIPE,
+        timeout=300,
+        check=True,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_refused_cheaply(kind, paths):
+    found = outcomes(kind, paths)
+    assert len(found) == len(paths)
+    for path, (problem, megabytes, seconds) in zip(paths, found, strict=True):
+        assert (path.name, problem) == (path.name, "")
+        assert (path.name, megabytes < 300) == (path.name, True), megabytes
+        assert (path.name, seconds < 10) == (path.name, True), seconds
+
+
+def test_small_files_that_describe_large_models(tmp_path):
+    paths = []
+    for name, model in MODELS.items():
+        description = {"model": model, "conversions": [], "attention": {}, "modules": {}}
+        paths.append(storage.write(tmp_path / name, {"a": torch.zeros(1)}, description))
+    assert_refused_cheaply("load", paths)
+
+
+def test_tensors_must_be_large_to_allow_large_numbers(tmp_path):
+    """An empty tensor of a large shape holds nothing, so it allows nothing."""
+    description = {"model": text(depth=10**8), "conversions": [], "attention": {}, "modules": {}}
+    path = storage.write(tmp_path / "x", {"a": torch.zeros(10**12, 0)}, description)
+    with pytest.raises(CheckpointError, match="depth"):
+        ecoformer.load(path)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"mechanism": "performer", "layers": {"self_attn": {"features": 10**8}}},
+        {"mechanism": "linformer", "layers": {"self_attn": {"seq_len": 16_000, "k": 16_000}}},
+        {"mechanism": "softmax", "layers": {f"layer{i}": {} for i in range(1000)}},
+    ],
+    ids=["features", "tokens", "many"],
+)
+def test_conversions_of_a_given_model(record, tmp_path):
+    def layer():
+        return torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+
+    path = ecoformer.save(layer(), tmp_path / "x")
+    tensors, description = storage.read(path)
+    storage.write(path, tensors, description | {"conversions": [record]})
+    with pytest.raises(CheckpointError):
+        ecoformer.load(path, layer())
+
+
+def test_what_is_built_elsewhere_meanwhile_does_not_count(tmp_path):
+    """The limit holds for the loading thread alone, and is gone afterwards."""
+    path = ecoformer.save(lra_text(length=8, depth=1), tmp_path / "x")
+    large = lambda: torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3000)))  # noqa: E731
+    with limits.within({}, "x"):
+        with ThreadPoolExecutor() as pool:
+            pool.submit(large).result()
+        with pytest.raises(CheckpointError):
+            large()
+    large()
+    ecoformer.load(path)
+
+
+def test_schedules_of_older_timm_are_read_while_shapes_are_built():
+    with limits.on_meta():
+        assert torch.linspace(0, 1, 3).tolist() == [0, 0.5, 1]
+        assert torch.empty(3).is_meta
+
+
+def large_state():
+    """A released model of 10^9 classes whose tensors lie in a few bytes."""
+    state = released.state_dict("pvt_v2_b0", num_classes=7, seed=1, depths=(1, 1, 1, 1))
+    return {key: value for key, value in state.items() if not key.startswith("head.")}
+
+
+def stride_zero():
+    return large_state() | {
+        "head.weight": torch.zeros(1).expand(4_000_000, 256),
+        "head.bias": torch.zeros(1).expand(4_000_000),
+    }
+
+
+def one_storage():
+    state = released.state_dict("pvt_v2_b0", num_classes=7, seed=1, depths=(6, 6, 6, 6))
+    memory = torch.zeros(max(value.numel() for value in state.values()))
+    return {key: memory[: value.numel()].view(value.shape) for key, value in state.items()}
+
+
+def without_storage():
+    return large_state() | {
+        "head.weight": torch.zeros(4_000_000, 256, device="meta"),
+        "head.bias": torch.zeros(4_000_000, device="meta"),
+    }
+
+
+def deflated(path, state):
+    """The same archive, compressed."""
+    content = io.BytesIO()
+    torch.save(state, content)
+    with (
+        zipfile.ZipFile(content) as old,
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as new,
+    ):
+        for record in old.infolist():
+            new.writestr(record.filename, old.read(record))
+
+
+def test_small_released_files_that_unpack_to_large_ones(tmp_path):
+    for make in (stride_zero, one_storage, without_storage):
+        torch.save(make(), tmp_path / make.__name__)
+    zeros = large_state() | {"head.weight": torch.zeros(400_000, 256), "head.bias": torch.zeros(400_000)}
+    deflated(tmp_path / "deflated", zeros)
+    paths = sorted(tmp_path.iterdir())
+    assert all(path.stat().st_size < 40_000_000 for path in paths)
+    assert_refused_cheaply("load_official", paths)
+
+
+def of_another_kind(change):
+    state = released.state_dict("pvt_v2_b0", num_classes=7, seed=1, depths=(1, 1, 1, 1))
+    return state | {"head.weight": change(state["head.weight"])}
+
+
+def many_bits():
+    return released.state_dict("pvt_v2_b0", num_classes=7, seed=1, depths=(1, 1, 1, 1), bits=200)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        lambda: of_another_kind(lambda x: x.to_sparse()),
+        lambda: of_another_kind(lambda x: x.to("meta")),
+        lambda: of_another_kind(lambda x: x.to(torch.float8_e4m3fn)),
+        many_bits,
+    ],
+    ids=["sparse", "meta", "float8", "bits"],
+)
+@pytest.mark.parametrize("as_file", [True, False], ids=["file", "dict"])
+def test_released_tensors_of_other_kinds(state, as_file, tmp_path):
+    """Loaded, or refused with the documented error."""
+    source = state()
+    if as_file:
+        torch.save(source, tmp_path / "x")
+        source = tmp_path / "x"
+    try:
+        model = load_official(source)
+    except CheckpointError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+    else:
+        assert isinstance(model, torch.nn.Module)
+
+
+def test_released_files_that_are_no_files(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(CheckpointError, match="folder or a device"):
+            load_official(path)
+    with pytest.raises(FileNotFoundError):
+        load_official(tmp_path / "nowhere")
