@@ -61,7 +61,9 @@ MODELS = {
 
 CHILD = """
 import json, pathlib, re, sys, time, warnings
-import ecoformer, ecoformer.models.pvt_v2, timm, torch, transformers
+from ecoformer.third_party import repair_torchvision
+repair_torchvision()
+import ecoformer, ecoformer.models.pvt_v2, torch, transformers
 warnings.simplefilter("ignore")
 transformers.BertModel, transformers.BertForSequenceClassification
 

@@ -75,15 +75,17 @@ def on_meta() -> Iterator[None]:
 @contextmanager
 def within(tensors: Mapping[str, Tensor], source: str) -> Iterator[None]:
     """Stop building a model in this thread once it has outgrown a file with these tensors."""
-    thread, left = threading.get_ident(), _SPARE * (64 + 2 * len(tensors))
-    largest = _SPARE * ((1 << 16) + sum(tensor.numel() for tensor in tensors.values()))
+    thread = threading.get_ident()
+    modules = _SPARE * (64 + 2 * len(tensors))
+    elements = _SPARE * ((1 << 16) + sum(tensor.numel() for tensor in tensors.values()))
 
     def count(module: nn.Module, name: str, new: Tensor | nn.Module | None) -> None:
-        nonlocal left
+        nonlocal modules, elements
         if threading.get_ident() != thread:
             return
-        left -= 1
-        if left < 0 or (isinstance(new, Tensor) and new.numel() > largest):
+        modules -= 1
+        elements -= new.numel() if isinstance(new, Tensor) else 0
+        if modules < 0 or elements < 0:
             raise CheckpointError(
                 f"{source} describes a larger model than its {len(tensors)} tensors can fill"
             )
