@@ -18,10 +18,11 @@ from statistics import median
 
 import torch
 from record import peak_memory_mb, write_result
+from text_tokens import text_tokens
 from torch import Tensor
 
 from ecoformer import FitOptions, KernelHasher, reference
-from ecoformer.data.samples import sample_text, text_tokens
+from ecoformer.data.samples import sample_text
 from ecoformer.hashing.pairs import SparseLabels, find_pairs
 from ecoformer.hashing.solver import learn_bits
 

@@ -18,10 +18,11 @@ import torch
 from record import write_result
 from rich.console import Console
 from rich.table import Table
+from text_tokens import text_tokens
 from torch import Tensor
 
 from ecoformer import FitOptions, Hasher, KernelHasher, KlshHasher, LshHasher, SignHasher
-from ecoformer.data.samples import image_tokens, sample_text, text_tokens
+from ecoformer.data.samples import image_tokens, sample_text
 
 BITS = 16
 METHODS: dict[str, tuple[Callable[[int], Hasher], FitOptions]] = {

@@ -32,7 +32,7 @@ def test_registering(monkeypatch):
 
     splits = load("mine", size=5)
     assert (splits.name, len(splits.train)) == ("mine", 5)
-    with pytest.raises(ValueError, match="'mine' is registered already"):
+    with pytest.raises(ValueError, match="'mine' is already registered"):
         register_dataset("mine")(mine)
 
 
@@ -109,7 +109,7 @@ def test_splits_check_their_kind():
         Splits(arrays(), arrays(), "sound", 3)
 
 
-def test_the_room_imports_nothing_heavy():
+def test_importing_data_loads_nothing_heavy():
     code = "import sys, ecoformer.data; print(*{'sklearn', 'torchvision', 'PIL', 'timm'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == ""

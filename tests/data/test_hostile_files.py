@@ -212,7 +212,7 @@ def test_lines_of_papers_are_bounded(attempt, tmp_path):
     for part in ("train", "test"):
         (tmp_path / f"new_aan_pairs.{part}.tsv").write_bytes(b"")
         os.truncate(tmp_path / f"new_aan_pairs.{part}.tsv", 2**32)
-    assert "a line of more than 33,554,432 characters" in attempt("aan", tmp_path)
+    assert "a line has more than 33,554,432 characters" in attempt("aan", tmp_path)
 
 
 def test_texts_beyond_memory_are_refused(attempt, tmp_path):

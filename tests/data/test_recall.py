@@ -62,7 +62,7 @@ def test_no_list_is_in_both_splits():
     splits = load("recall", pairs=2, queries=1, keys=3, values=4, count=60, test_count=30)
     train, test = ({tuple(row[:4]) for row in part.inputs.tolist()} for part in (splits.train, splits.test))
     assert not train & test
-    with pytest.raises(ValueError, match="too few lists for 5 new ones beside count=500"):
+    with pytest.raises(ValueError, match="too few lists for test_count=5"):
         load("recall", pairs=1, queries=1, keys=2, values=2, count=500, test_count=5)
 
 

@@ -1,12 +1,12 @@
 """Data sets by name, and the samples that come with scikit-learn."""
 
-# Importing a data set's module registers it.
-from ecoformer.data import aan, augment, cifar, digits, images, listops, masking, recall, stored, texts
-from ecoformer.data.bytes import PAD, byte_tokens
+# Importing a module registers its data sets.
+from ecoformer.data import aan, augment, cifar, images, listops, masking, recall, samples, stored, texts
 from ecoformer.data.masking import MASK, mask_bytes
 from ecoformer.data.registry import list_datasets, load, register_dataset
 from ecoformer.data.splits import IGNORED, Arrays, Images, Splits
 from ecoformer.data.stored import store
+from ecoformer.data.texts import PAD, byte_tokens
 
 __all__ = [
     "IGNORED",
@@ -19,7 +19,6 @@ __all__ = [
     "augment",
     "byte_tokens",
     "cifar",
-    "digits",
     "images",
     "list_datasets",
     "listops",
@@ -28,6 +27,7 @@ __all__ = [
     "masking",
     "recall",
     "register_dataset",
+    "samples",
     "store",
     "stored",
     "texts",

@@ -6,34 +6,20 @@ import csv
 import io
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ecoformer.data.bytes import BYTE_IDS, byte_tokens, kept_bytes
 from ecoformer.data.files import open_file
 from ecoformer.data.registry import register_dataset
 from ecoformer.data.splits import Arrays, Splits
+from ecoformer.data.texts import BYTE_IDS, byte_tokens, check_cut, first_bytes
 
 _FILE = "new_aan_pairs.{}.tsv"
-_COLUMNS = 5  # class, id, id, text, text
 _CHUNK = 1024
 _LONGEST = 2**25  # characters of a line; papers have up to about a million
-_LITERAL = re.compile(r"""b(['"])(.*)\1\s*""", re.DOTALL)
-_ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", re.DOTALL)
-_NAMED = {
-    b"n": b"\n",
-    b"t": b"\t",
-    b"r": b"\r",
-    b"a": b"\a",
-    b"b": b"\b",
-    b"f": b"\f",
-    b"v": b"\v",
-    b"\n": b"",
-}
 
 
 @register_dataset("aan", layout=f"{_FILE.format('train')}, .eval.tsv and .test.tsv of the Long Range Arena")
@@ -46,7 +32,7 @@ def aan(
     literals: Literal["decoded", "kept"] = "decoded",
     limit: int | None = None,
 ) -> Splits:
-    """Pairs of texts as bytes; class 1 says that one paper cites the other.
+    """Pairs of texts as bytes; class 1 means that one paper cites the other.
 
     A row of a file has five columns between tabs: class, two ids, two texts. The texts are written as Python
     writes bytes, b'...', with escapes.
@@ -54,7 +40,7 @@ def aan(
     Args:
         root: the folder of the files, `tsv_data` of the release.
         length: tokens of a row.
-        cut: bytes of a text that are kept: at most `length`; without it 4,000, or `length` if that is less.
+        cut: bytes kept of each text; default: 4,000, or `length` if that is less.
         part: which file to test on.
         literals: "decoded" reads the bytes that b'...' stands for; "kept" takes b, quotes and escapes as
             text, as the Long Range Arena's own reader does.
@@ -64,7 +50,7 @@ def aan(
         raise ValueError(f'part must be "test" or "eval", got {part!r}')
     if literals not in ("decoded", "kept"):
         raise ValueError(f'literals must be "decoded" or "kept", got {literals!r}')
-    kept = kept_bytes(length, min(4000, length) if cut is None else cut)
+    kept = check_cut(length, cut)
     files = [root / _FILE.format(name) for name in ("train", part)]
     for file in files:
         if not file.is_file():
@@ -75,40 +61,27 @@ def aan(
 
 def decode_literal(text: str, most: int) -> bytes:
     """The first `most` bytes of a text that may be written as b'...'; nothing in it is run."""
-    # No byte of a literal takes more than four characters, and papers are long.
-    found = _LITERAL.fullmatch(text)
+    found = re.fullmatch(r"""b(['"])(.*)\1\s*""", text, re.DOTALL)
     if found is None:
-        return _first_bytes(text, most)
-    return _ESCAPE.sub(_meaning, _first_bytes(found[2], 4 * most))[:most]
-
-
-def _first_bytes(text: str, most: int) -> bytes:
-    return text[:most].encode(errors="surrogateescape")[:most]
-
-
-def _meaning(escape: re.Match[bytes]) -> bytes:
-    code = escape[1]
-    if code[:1] == b"x" and len(code) == 3:
-        return bytes([int(code[1:], 16)])
-    if code[:1].isdigit() and code[:1] < b"8":
-        return bytes([int(code, 8) & 0xFF])
-    return _NAMED.get(code, code if code in b"\\'\"" else escape[0])
+        return first_bytes(text, most)
+    # A byte of a literal takes at most four characters. Latin-1 maps characters back to the bytes they were.
+    data = first_bytes(found[2], 4 * most)
+    return data.decode("unicode_escape", "replace").encode("latin-1", "replace")[:most]
 
 
 def _pairs(file: Path, length: int, kept: int, decode: bool, limit: int | None) -> Arrays:
     chunks: list[Tensor] = []
     labels: list[int] = []
     texts: list[bytes] = []
-    shares = None if limit is None else {0: limit // 2, 1: limit - limit // 2}
+    left = [1 << 62] * 2 if limit is None else [limit // 2, limit - limit // 2]  # of each class
     for label, pair in _rows(file):
-        if shares is not None:
-            if not any(shares.values()):
-                break
-            if not shares[label]:
-                continue
-            shares[label] -= 1
+        if not any(left):
+            break
+        if not left[label]:
+            continue
+        left[label] -= 1
         labels.append(label)
-        texts += [decode_literal(text, kept) if decode else _first_bytes(text, kept) for text in pair]
+        texts += [decode_literal(text, kept) if decode else first_bytes(text, kept) for text in pair]
         if len(texts) == 2 * _CHUNK:
             chunks.append(byte_tokens(texts, length, cut=kept, dtype=torch.int16))
             texts = []
@@ -119,40 +92,30 @@ def _pairs(file: Path, length: int, kept: int, decode: bool, limit: int | None) 
 
 
 def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
-    raw = io.BufferedReader(open_file(file))
-    with io.TextIOWrapper(raw, "utf-8", "surrogateescape", newline="") as lines, _long_fields():
-        reader = csv.reader(_lines(file, lines), delimiter="\t")
-        try:
+    text = io.TextIOWrapper(io.BufferedReader(open_file(file)), "utf-8", "surrogateescape", newline="")
+    reader = csv.reader(_lines(text), delimiter="\t")
+    before = csv.field_size_limit(_LONGEST)  # a setting of the process; its default is too short for papers
+    try:
+        with text:
             for row in reader:
-                yield _label(file, reader.line_num, row), row[3:]
-        except csv.Error as error:
-            raise ValueError(f"{file}, line {reader.line_num}: {error}") from error
+                yield _label(row), row[3:]
+    except (csv.Error, ValueError) as error:
+        raise ValueError(f"{file}, line {reader.line_num}: {error}") from error
+    finally:
+        csv.field_size_limit(before)
 
 
-def _lines(file: Path, lines: io.TextIOWrapper) -> Iterator[str]:
-    while line := lines.readline(_LONGEST + 1):
+def _lines(file: io.TextIOWrapper) -> Iterator[str]:
+    while line := file.readline(_LONGEST + 1):
         if len(line) > _LONGEST:
-            raise ValueError(f"{file} has a line of more than {_LONGEST:,} characters")
+            raise ValueError(f"a line has more than {_LONGEST:,} characters")
         yield line
 
 
-def _label(file: Path, line: int, row: list[str]) -> int:
-    if len(row) != _COLUMNS:
-        raise ValueError(f"{file}, line {line}: it has {len(row)} columns between tabs, not {_COLUMNS}")
+def _label(row: list[str]) -> int:
+    if len(row) != 5:
+        raise ValueError(f"it has {len(row)} columns between tabs, not 5")
     try:
-        label = float(row[0])
+        return [0.0, 1.0].index(float(row[0]))
     except ValueError:
-        label = -1
-    if label not in (0, 1):
-        raise ValueError(f"{file}, line {line}: the class must be 0 or 1, got {row[0][:40]!r}")
-    return int(label)
-
-
-@contextmanager
-def _long_fields() -> Iterator[None]:
-    """Papers are longer than the fields that `csv` takes by default, a setting of the whole process."""
-    before = csv.field_size_limit(_LONGEST)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)
+        raise ValueError(f"the class must be 0 or 1, got {row[0][:40]!r}") from None

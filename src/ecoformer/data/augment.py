@@ -1,12 +1,12 @@
-"""Pictures of a batch made ready for a model, all at once on their own device.
+"""Batches of pictures made ready for a model on their own device.
 
-Every picture of a batch gets draws of its own. The same generator state gives the same pictures.
+Every picture gets draws of its own, which torchvision's transforms do not give the pictures of a batch. The
+same generator state gives the same pictures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ def augment(
     mean: Sequence[float],
     std: Sequence[float],
     pad: int = 0,
-    padding: Literal["zeros", "reflect"] = "zeros",
     flip: bool = False,
     erase: float = 0.0,
 ) -> Tensor:
@@ -37,21 +36,25 @@ def augment(
     Args:
         images: of uint8.
         generator: on the device of the images.
-        size: height and width that the model wants.
-        mean: of each channel, in 0..1, that is subtracted.
-        std: of each channel, by which is divided.
-        pad: pixels around a picture, out of which one of the old size is cropped at random.
-        padding: what lies around it: black, or the picture mirrored.
-        flip: whether half of the pictures are mirrored left to right.
+        size: height and width that the model takes.
+        mean: of each channel, in 0..1.
+        std: of each channel.
+        pad: black pixels around a picture, out of which one of the old size is cropped at random.
+        flip: mirror half of the pictures left to right.
         erase: probability that a rectangle of a 50th to a third of the picture becomes `mean`.
     """
     _check_images(images)
     if not 0 <= erase <= 1:
         raise ValueError(f"erase must be a probability, from 0 to 1, got {erase}")
-    cropped = _cropped(images, generator, pad, padding)
+    if not 0 <= pad < min(images.shape[-2:]):
+        raise ValueError(f"pad must be at least 0 and less than a side of {shape(images)}, got {pad}")
+    if pad:
+        images = _shifted(images, generator, pad)
     if flip:
-        cropped = _flipped(cropped, generator)
-    return _erased(plain(cropped, size=size, mean=mean, std=std), generator, erase)
+        flips = torch.rand(len(images), generator=generator, device=images.device) < 0.5
+        images = torch.where(flips.view(-1, 1, 1, 1), images.flip(-1), images)
+    x = plain(images, size=size, mean=mean, std=std)
+    return _erased(x, generator, erase) if erase else x
 
 
 def plain(images: Tensor, *, size: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
@@ -79,43 +82,18 @@ def _check_images(images: Tensor) -> None:
         raise ValueError(f"images must be uint8 (B, C, H, W), got {images.dtype} {shape(images)}")
 
 
-def _cropped(images: Tensor, generator: torch.Generator, pad: int, padding: str) -> Tensor:
-    height, width = images.shape[-2:]
-    if padding not in ("zeros", "reflect"):
-        raise ValueError(f'padding must be "zeros" or "reflect", got {padding!r}')
-    if not 0 <= pad < min(height, width):
-        raise ValueError(f"pad must be at least 0 and less than a side of {shape(images)}, got {pad}")
-    if not pad:
-        return images
-    draws = torch.randint(-pad, pad + 1, (2, len(images), 1), generator=generator, device=images.device)
-    rows, inside_rows = _shifted(height, draws[0])
-    columns, inside_columns = _shifted(width, draws[1])
-    batch = torch.arange(len(images), device=images.device).view(-1, 1, 1)
-    # The batch before the channels gathers whole pixels: (B, H, W, C) by three indices (B, H, W).
-    picked = images.permute(0, 2, 3, 1)[batch, rows.unsqueeze(2), columns.unsqueeze(1)].permute(0, 3, 1, 2)
-    if padding == "zeros":
-        inside = inside_rows.unsqueeze(2) & inside_columns.unsqueeze(1)
-        picked = picked * inside.unsqueeze(1)
-    return picked
-
-
-def _shifted(length: int, by: Tensor) -> tuple[Tensor, Tensor]:
-    """Where pixels (B, length) come from when a side is shifted, mirrored at its ends; which were inside."""
-    source = torch.arange(length, device=by.device) + by
-    inside = (source >= 0) & (source < length)
-    mirrored = (length - 1) - ((length - 1) - source.abs()).abs()
-    return mirrored, inside
-
-
-def _flipped(images: Tensor, generator: torch.Generator) -> Tensor:
-    flips = torch.rand(len(images), generator=generator, device=images.device) < 0.5
-    return torch.where(flips.view(-1, 1, 1, 1), images.flip(-1), images)
+def _shifted(images: Tensor, generator: torch.Generator, pad: int) -> Tensor:
+    count, height, width, device = len(images), *images.shape[-2:], images.device
+    draws = pad + torch.randint(-pad, pad + 1, (2, count, 1), generator=generator, device=device)
+    rows = (draws[0] + torch.arange(height, device=device)).unsqueeze(2)
+    columns = (draws[1] + torch.arange(width, device=device)).unsqueeze(1)
+    batch = torch.arange(count, device=device).view(-1, 1, 1)
+    # Channels last, so that one index (B, H, W) gathers complete pixels.
+    return F.pad(images, (pad,) * 4).permute(0, 2, 3, 1)[batch, rows, columns].permute(0, 3, 1, 2)
 
 
 def _erased(x: Tensor, generator: torch.Generator, probability: float) -> Tensor:
     """Zero in a rectangle of some pictures; zero is the mean once pictures are normalised."""
-    if not probability:
-        return x
     draws = torch.rand(5, len(x), 1, generator=generator, device=x.device)
     height, width = x.shape[-2:]
     area = (_ERASED_AREA[0] + draws[0] * (_ERASED_AREA[1] - _ERASED_AREA[0])) * (height * width)

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 from the official files, whose checksums torchvision compares first."""
+"""CIFAR-10 and CIFAR-100 from the official files; torchvision compares their checksums first."""
 
 from __future__ import annotations
 
@@ -19,44 +19,38 @@ _LAYOUT = "{}, unpacked from the official archive (or the two files that ecoform
 )
 def cifar10(root: Path) -> Splits:
     """50,000 and 10,000 pictures of 32 x 32 pixels in 10 classes."""
-    return _cifar("cifar10", root, "CIFAR10", 10)
+    return _cifar("cifar10", root, 10)
 
 
 @register_dataset("cifar100", layout=_LAYOUT.format("cifar-100-python/ with train, test and meta"))
 def cifar100(root: Path) -> Splits:
     """50,000 and 10,000 pictures of 32 x 32 pixels in 100 classes."""
-    return _cifar("cifar100", root, "CIFAR100", 100)
+    return _cifar("cifar100", root, 100)
 
 
-def _cifar(name: str, root: Path, cls: str, classes: int) -> Splits:
+def _cifar(name: str, root: Path, classes: int) -> Splits:
     if is_stored(root):
         splits = read_stored(root)
         if splits.name != name:
             raise ValueError(f"{root} holds {splits.name!r}, not {name}: load it by that name")
         return splits
-    train, test = (_read(name, root, cls, train) for train in (True, False))
-    return Splits(train, test, "images", classes)
-
-
-def _read(name: str, root: Path, cls: str, train: bool) -> Arrays:
-    reader: Any = getattr(_torchvision_datasets(), cls)
+    try:
+        from torchvision import datasets
+    except ImportError as error:
+        raise ImportError("CIFAR is read by torchvision: pip install 'ecoformer[vision]'") from error
+    reader: Any = getattr(datasets, name.upper())
     folder = root / reader.base_folder
     if not folder.is_dir():
         raise FileNotFoundError(f"{name}: there is no folder {folder}; unpack {reader.filename} in {root}")
     try:
-        source = reader(root=root, train=train, download=False)
+        sources = [reader(root=root, train=train, download=False) for train in (True, False)]
     except RuntimeError as error:
         raise ValueError(
             f"{name}: files of {folder} are missing or differ from the official ones, and are not opened: "
-            f"unpack {reader.filename} anew"
+            f"unpack {reader.filename} again"
         ) from error
-    images = torch.from_numpy(source.data).permute(0, 3, 1, 2).contiguous()
-    return Arrays(images, torch.tensor(source.targets, dtype=torch.int64))
-
-
-def _torchvision_datasets() -> Any:
-    try:
-        import torchvision.datasets
-    except ImportError as error:
-        raise ImportError("CIFAR is read by torchvision: pip install 'ecoformer[vision]'") from error
-    return torchvision.datasets
+    train, test = (
+        Arrays(torch.from_numpy(source.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(source.targets))
+        for source in sources
+    )
+    return Splits(train, test, "images", classes)

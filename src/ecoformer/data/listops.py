@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ecoformer import storage
-from ecoformer.data.bytes import PAD
 from ecoformer.data.registry import register_dataset
 from ecoformer.data.splits import Arrays, Splits
 from ecoformer.data.stored import is_stored, read_stored, store
+from ecoformer.data.texts import PAD
 
 TOKENS = ("", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
 """Texts of the token ids; 0 is padding."""
@@ -30,7 +30,7 @@ _DIGIT, _OPERATOR, _END = 1, 11, 15
 _LIST_SHARE = 0.25
 _BATCH = 2048
 _FRUITLESS = 50
-_DRAWS = 1  # to be raised when the same seed gives other lists, because caches are found by it
+_DRAWS = 1  # raise it when the same seed gives other lists: caches are found by it
 
 
 class _Level(NamedTuple):
@@ -67,21 +67,14 @@ def listops(
         seed: of all draws.
         cache: folder where they are kept, for the next call with the same settings.
     """
-    settings = {"min_length": min_length, "max_length": max_length, "count": count, "test_count": test_count}
-    settings |= {"depth": depth, "arguments": arguments, "seed": seed}
-    least = {
-        "min_length": 4,
-        "max_length": min_length,
-        "count": 1,
-        "test_count": 1,
-        "depth": 2,
-        "arguments": 2,
-    }
-    for name, low in least.items():
+    shape = {"min_length": min_length, "max_length": max_length, "depth": depth, "arguments": arguments}
+    settings = {**shape, "count": count, "test_count": test_count, "seed": seed}
+    least = {"min_length": 4, "max_length": min_length, "depth": 2, "arguments": 2}
+    for name, low in {**least, "count": 1, "test_count": 1}.items():
         if settings[name] < low:
             raise ValueError(f"{name} must be at least {low}, got {settings[name]}")
     if cache is None:
-        return _generated(settings)
+        return _generated(count, test_count, seed, shape)
     stamp = json.dumps({"draws": _DRAWS, **settings}, sort_keys=True)
     key = hashlib.sha256(stamp.encode()).hexdigest()[:16]
     folder = Path(cache).expanduser() / f"listops-{key}"
@@ -89,49 +82,40 @@ def listops(
         if is_stored(folder):
             return read_stored(folder)
     except storage.CheckpointError:
-        pass  # it can always be generated anew
-    splits = replace(_generated(settings), name="listops")
+        pass  # it can always be generated again
+    splits = replace(_generated(count, test_count, seed, shape), name="listops")
     store(splits, folder)
     return splits
 
 
-def _generated(settings: dict[str, int]) -> Splits:
-    generator = torch.Generator().manual_seed(settings["seed"])
-    count, total = settings["count"], settings["count"] + settings["test_count"]
+def _generated(count: int, test_count: int, seed: int, shape: dict[str, int]) -> Splits:
+    generator = torch.Generator().manual_seed(seed)
     known: set[bytes] = set()
     rows: list[Tensor] = []
     values: list[Tensor] = []
-    found = fruitless = 0
-    while found < total:
-        ids, results = draw_lists(
-            _BATCH,
-            generator,
-            depth=settings["depth"],
-            arguments=settings["arguments"],
-            min_length=settings["min_length"],
-            max_length=settings["max_length"],
-        )
-        new = _unknown(ids, known)[: total - found]
+    missing, fruitless = count + test_count, 0
+    while missing:
+        ids, results = draw_lists(_BATCH, generator, **shape)
+        new = _unknown(ids, known)[:missing]
         fruitless = 0 if len(new) else fruitless + 1
         if fruitless == _FRUITLESS:
+            settings = ", ".join(f"{name}={value}" for name, value in shape.items())
             raise ValueError(
-                f"min_length={settings['min_length']}, max_length={settings['max_length']}, "
-                f"depth={settings['depth']}, arguments={settings['arguments']} gave {found} different lists "
-                f"and no more: widen them, or lower count={count}"
+                f"{settings} gave {count + test_count - missing} different lists and no more: widen them, or "
+                f"lower count={count}"
             )
         rows.append(ids[new])
         values.append(results[new])
-        found += len(new)
+        missing -= len(new)
     inputs, targets = torch.cat(rows), torch.cat(values)
     train, test = Arrays(inputs[:count], targets[:count]), Arrays(inputs[count:], targets[count:])
-    return Splits(train, test, "text", 10, len(TOKENS), settings["max_length"])
+    return Splits(train, test, "text", 10, len(TOKENS), shape["max_length"])
 
 
 def _unknown(ids: Tensor, known: set[bytes]) -> Tensor:
-    """Indices of rows that are not known yet; they are from now on."""
+    """Indices of rows that are new; adds them to `known`, as digests, which are shorter than rows."""
     new = []
     for i, row in enumerate(ids.numpy()):
-        # A digest is shorter than a row, and a hundred thousand of them are kept.
         digest = hashlib.blake2b(row.tobytes(), digest_size=16).digest()
         if digest not in known:
             known.add(digest)

@@ -1,4 +1,4 @@
-"""Masked bytes: some bytes of a text are hidden, and the model is asked for them."""
+"""Masked bytes: some bytes of a text are hidden, and the model predicts them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 
 from ecoformer.arguments import shape
-from ecoformer.data.bytes import BYTE_IDS, PAD
 from ecoformer.data.files import find_files, read_files
 from ecoformer.data.registry import register_dataset
 from ecoformer.data.samples import sample_text
 from ecoformer.data.splits import IGNORED, Arrays, Splits
+from ecoformer.data.texts import BYTE_IDS, PAD
 
 MASK = BYTE_IDS
 """Token id of a hidden byte."""
 
 _MOST_TEXT = 2**31  # bytes; tokens take six times as much memory
-_TEST_SHARE = 10  # every so many-th of what is not divided yet is for testing
+_TEST_SHARE = 10  # one in so many is for testing where the data set has no split
 
 
 def mask_bytes(tokens: Tensor, generator: torch.Generator, rate: float = 0.15) -> tuple[Tensor, Tensor]:
     """Clean token ids (B, N) as inputs and targets (B, N), both int64.
 
-    Of a text's bytes a share of `rate` is asked for, but at least one. As in BERT, 80 % of them are shown as
-    `MASK`, 10 % as a random byte and 10 % as they are, so that a model cannot trust what it sees.
+    A share `rate` of a text's bytes is asked for, at least one. As in BERT, the model sees 80 % of them as
+    `MASK`, 10 % as a random byte and 10 % unchanged.
 
     Args:
         tokens: ids that `byte_tokens` makes; padding is never asked for.
@@ -55,7 +55,7 @@ def mask_bytes(tokens: Tensor, generator: torch.Generator, rate: float = 0.15) -
     "masked_bytes", layout="train/ and test/ with .txt files, as aclImdb has them, or .txt files"
 )
 def masked_bytes(root: Path, *, length: int = 1024, rate: float = 0.15, seed: int = 0) -> Splits:
-    """Stretches of the texts of a folder; a stretch may span several texts.
+    """The texts of a folder, joined and cut into stretches.
 
     Without `train` and `test`, every tenth text is for testing. Of aclImdb only `neg` and `pos` are read.
 
@@ -66,7 +66,7 @@ def masked_bytes(root: Path, *, length: int = 1024, rate: float = 0.15, seed: in
         seed: of what is hidden when testing.
     """
     root = root / "aclImdb" if (root / "aclImdb").is_dir() else root
-    train, test = (_below(root / part) for part in ("train", "test"))
+    train, test = (_texts_below(root / part) for part in ("train", "test"))
     if not train and not test:
         paths = find_files(root, ".txt")
         train, test = [p for i, p in enumerate(paths) if i % _TEST_SHARE], paths[::_TEST_SHARE]
@@ -95,35 +95,31 @@ def masked_sample(*, length: int = 256, rate: float = 0.15, seed: int = 0) -> Sp
     return _masked(stretches[~in_test], stretches[in_test], rate, seed)
 
 
-def _below(folder: Path) -> list[str]:
+def _texts_below(folder: Path) -> list[str]:
     """Texts in a folder and in those right below it; of reviews, those in `neg` and `pos`."""
     if not folder.is_dir():
         return []
-    places = [folder / name for name in ("neg", "pos")]
+    places = [folder / "neg", folder / "pos"]
     if not all(place.is_dir() for place in places):
-        inner = sorted(entry for entry in folder.iterdir() if entry.is_dir() and entry.name != "unsup")
-        places = [folder, *inner]
+        places = [folder, *sorted(e for e in folder.iterdir() if e.is_dir() and e.name != "unsup")]
     return [path for place in places for path in find_files(place, ".txt")]
 
 
 def _stretches(text: bytes, length: int) -> Tensor:
-    """Token ids (N, length) of a text, without the bytes that are left over."""
-    if length < 1:
-        raise ValueError(f"length must be at least 1, got {length}")
+    """Token ids (N, length) of a text; the bytes left over at its end are dropped."""
+    if not 1 <= length <= len(text):
+        raise ValueError(f"length must be from 1 to the text's {len(text)} bytes, got {length}")
     count = len(text) // length
-    if count < 1:
-        raise ValueError(f"length={length} is more than the text's {len(text)} bytes: choose a smaller one")
     rows = torch.frombuffer(bytearray(text[: count * length]), dtype=torch.uint8)
     return rows.view(count, length).to(torch.int16).add_(1)
 
 
 def _masked(train: Tensor, test: Tensor, rate: float, seed: int) -> Splits:
     if not len(train):
-        raise ValueError("length leaves no stretch to learn from: choose a smaller one")
+        raise ValueError(f"length={test.shape[1]} leaves no stretch to learn from: choose a smaller one")
     inputs, targets = mask_bytes(test, torch.Generator().manual_seed(seed), rate)
-    unasked = torch.tensor(IGNORED, dtype=torch.int16).expand(train.shape)
     return Splits(
-        Arrays(train, unasked),
+        Arrays(train, torch.tensor(IGNORED, dtype=torch.int16).expand(train.shape)),
         Arrays(inputs.to(torch.int16), targets.to(torch.int16)),
         "tokens",
         classes=256,

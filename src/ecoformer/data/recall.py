@@ -36,9 +36,9 @@ def recall(
     Args:
         pairs: keys of a list, all different.
         queries: keys asked for, all different, at most `pairs`.
-        keys: different keys there are.
-        values: different values there are; a list may hold one twice.
-        joined: whether a key and its value are one token.
+        keys: number of different keys.
+        values: number of different values; a list may hold one twice.
+        joined: make a key and its value one token.
         count: lists to learn from.
         test_count: lists to test on.
         seed: of all draws.
@@ -56,51 +56,38 @@ def recall(
         tokens = "keys + keys * values, as joined pairs need," if joined else "keys + values"
         raise ValueError(f"{tokens} must be below {2**15}, got keys={keys} and values={values}")
     generator = torch.Generator().manual_seed(seed)
-    train = _draw(count, pairs, queries, keys, values, generator)
-    test = _draw(test_count, pairs, queries, keys, values, generator)
-    width = 2 * pairs
-    known = _rows(train.inputs[:, :width])
+    train, test = (_draw(n, **sizes, generator=generator) for n in (count, test_count))
+    known = set(_lists(train, pairs))
     for _ in range(_ATTEMPTS):
-        twice = torch.tensor([row in known for row in _row_bytes(test.inputs[:, :width])])
+        twice = torch.tensor([row in known for row in _lists(test, pairs)])
         if not twice.any():
-            if joined:
-                train, test = (_join(part, pairs, keys, values) for part in (train, test))
-            return Splits(train, test, "tokens", values, vocabulary, train.inputs.shape[1])
-        again = _draw(int(twice.sum()), pairs, queries, keys, values, generator)
+            break
+        again = _draw(int(twice.sum()), **sizes, generator=generator)
         test.inputs[twice], test.targets[twice] = again.inputs, again.targets
-    raise ValueError(
-        f"pairs={pairs}, keys={keys}, values={values} give too few lists for {test_count} new ones beside "
-        f"count={count}: raise one of the first three, or lower count"
-    )
+    else:
+        raise ValueError(
+            f"pairs={pairs}, keys={keys}, values={values} give too few lists for test_count={test_count} new "
+            f"ones beside count={count}: raise one of the first three, or lower count"
+        )
+    if joined:
+        train, test = (_joined(part, pairs, keys, values) for part in (train, test))
+    return Splits(train, test, "tokens", values, vocabulary, train.inputs.shape[1])
 
 
-def _draw(count: int, pairs: int, queries: int, keys: int, values: int, generator: torch.Generator) -> Arrays:
-    parts = [
-        _draw_chunk(min(_CHUNK, count - start), pairs, queries, keys, values, generator)
-        for start in range(0, count, _CHUNK)
-    ]
-    return Arrays(torch.cat([inputs for inputs, _ in parts]), torch.cat([targets for _, targets in parts]))
-
-
-def _draw_chunk(
-    count: int, pairs: int, queries: int, keys: int, values: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    listed = _distinct(count, pairs, keys, generator)
-    bound = torch.randint(values, (count, pairs), generator=generator)
-    asked = _distinct(count, queries, pairs, generator)
-    rows = torch.stack([1 + listed, 1 + keys + bound], dim=-1).flatten(1)
-    inputs = torch.cat([rows, 1 + listed.gather(1, asked)], dim=1)
+def _draw(
+    count: int, *, pairs: int, queries: int, keys: int, values: int, generator: torch.Generator
+) -> Arrays:
+    inputs = torch.empty(count, 2 * pairs + queries, dtype=torch.int16)
     targets = torch.full_like(inputs, IGNORED)
-    targets[:, 2 * pairs :] = bound.gather(1, asked)
-    return inputs.to(torch.int16), targets.to(torch.int16)
-
-
-def _join(rows: Arrays, pairs: int, keys: int, values: int) -> Arrays:
-    """Rows whose pairs are one token each."""
-    inputs, width = rows.inputs.long(), 2 * pairs
-    key, value = inputs[:, :width:2] - 1, inputs[:, 1:width:2] - 1 - keys
-    inputs = torch.cat([1 + keys + key * values + value, inputs[:, width:]], dim=1)
-    return Arrays(inputs.to(torch.int16), rows.targets[:, pairs:].contiguous())
+    for rows, answers in zip(torch.split(inputs, _CHUNK), torch.split(targets, _CHUNK), strict=True):
+        listed = _distinct(len(rows), pairs, keys, generator)
+        bound = torch.randint(values, (len(rows), pairs), generator=generator)
+        asked = _distinct(len(rows), queries, pairs, generator)
+        rows[:, : 2 * pairs : 2] = 1 + listed
+        rows[:, 1 : 2 * pairs : 2] = 1 + keys + bound
+        rows[:, 2 * pairs :] = 1 + listed.gather(1, asked)
+        answers[:, 2 * pairs :] = bound.gather(1, asked)
+    return Arrays(inputs, targets)
 
 
 def _distinct(count: int, size: int, of: int, generator: torch.Generator) -> Tensor:
@@ -108,9 +95,13 @@ def _distinct(count: int, size: int, of: int, generator: torch.Generator) -> Ten
     return torch.rand(count, of, generator=generator, dtype=torch.float64).argsort(dim=1)[:, :size]
 
 
-def _rows(ids: Tensor) -> set[bytes]:
-    return set(_row_bytes(ids))
+def _lists(rows: Arrays, pairs: int) -> list[bytes]:
+    return [row.tobytes() for row in rows.inputs[:, : 2 * pairs].numpy()]
 
 
-def _row_bytes(ids: Tensor) -> list[bytes]:
-    return [row.tobytes() for row in ids.numpy()]
+def _joined(rows: Arrays, pairs: int, keys: int, values: int) -> Arrays:
+    """Rows whose pairs are one token each."""
+    inputs, width = rows.inputs.long(), 2 * pairs
+    key, value = inputs[:, :width:2] - 1, inputs[:, 1:width:2] - 1 - keys
+    inputs = torch.cat([1 + keys + key * values + value, inputs[:, width:]], dim=1)
+    return Arrays(inputs.to(torch.int16), rows.targets[:, pairs:].contiguous())

@@ -26,17 +26,17 @@ _REGISTRY: dict[str, _Entry] = {}
 
 
 def register_dataset(name: str, *, layout: str | None = None) -> Callable[[F], F]:
-    """Decorator of a function that makes `Splits` from keyword options: makes it known as `name`.
+    """Decorator: register a function that makes `Splits` from keyword options as data set `name`.
 
     Args:
-        name: what `load` knows it by.
-        layout: what must lie in the folder `root`, for those who have nothing there. The function then takes
-            the folder as its first argument; without a layout it takes none.
+        name: for `load`.
+        layout: what the folder `root` must hold, for error messages. The function takes the folder as its
+            first argument; without a layout it takes none.
     """
 
     def register(make: F) -> F:
         if name in _REGISTRY:
-            raise ValueError(f"a data set named {name!r} is registered already")
+            raise ValueError(f"a data set named {name!r} is already registered")
         parameters = inspect.signature(make).parameters.values()
         options = tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
         _REGISTRY[name] = _Entry(make, layout, options)
@@ -46,7 +46,7 @@ def register_dataset(name: str, *, layout: str | None = None) -> Callable[[F], F
 
 
 def list_datasets() -> list[str]:
-    """Names that `load` knows."""
+    """Names that `load` takes."""
     return sorted(_REGISTRY)
 
 
@@ -56,46 +56,38 @@ def load(
     """A data set by name.
 
     Args:
-        name: see `list_datasets`.
+        name: one of `list_datasets`.
         root: the folder that holds it, for data sets that are neither embedded nor generated.
         limit: most samples of each split: a fixed choice with balanced classes.
         options: of the data set.
     """
-    entry = _entry(name)
-    _check_options(name, entry, options)
+    if name not in _REGISTRY:
+        close = difflib.get_close_matches(name, _REGISTRY, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(list_datasets())}"
+        raise ValueError(f"no data set is named {name!r}: {hint}")
+    entry = _REGISTRY[name]
+    unknown = sorted(options.keys() - set(entry.options))
+    if unknown:
+        known = ", ".join(sorted({*entry.options, "limit"}))
+        raise TypeError(f"{name} has no option {', '.join(unknown)}: it takes {known}")
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
     if limit is not None and "limit" in entry.options:
         options["limit"] = limit
-    splits = entry.make(*_folder(name, entry, root), **options)
+    splits = entry.make(*_folder(name, entry.layout, root), **options)
     if limit is not None:
         splits = replace(splits, train=limited(splits.train, limit), test=limited(splits.test, limit))
     return splits if splits.name else replace(splits, name=name)
 
 
-def _entry(name: str) -> _Entry:
-    if name not in _REGISTRY:
-        close = difflib.get_close_matches(name, _REGISTRY, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(list_datasets())}"
-        raise ValueError(f"no data set is named {name!r}: {hint}")
-    return _REGISTRY[name]
-
-
-def _check_options(name: str, entry: _Entry, options: dict[str, Any]) -> None:
-    unknown = sorted(options.keys() - set(entry.options))
-    if unknown:
-        known = ", ".join(sorted({*entry.options, "limit"}))
-        raise TypeError(f"{name} has no option {', '.join(unknown)}: it takes {known}")
-
-
-def _folder(name: str, entry: _Entry, root: str | os.PathLike[str] | None) -> tuple[Path, ...]:
-    if entry.layout is None:
+def _folder(name: str, layout: str | None, root: str | os.PathLike[str] | None) -> tuple[Path, ...]:
+    if layout is None:
         if root is not None:
             raise ValueError(f"{name} needs no files: leave root={os.fspath(root)!r} out")
         return ()
     if root is None:
-        raise ValueError(f"{name} needs root, a folder that holds {entry.layout}")
+        raise ValueError(f"{name} needs root, a folder that holds {layout}")
     folder = Path(root).expanduser()
     if not folder.is_dir():
-        raise FileNotFoundError(f"{name}: there is no folder {folder}; it must hold {entry.layout}")
+        raise FileNotFoundError(f"{name}: there is no folder {folder}; it must hold {layout}")
     return (folder,)

@@ -1,7 +1,4 @@
-"""Real tokens with no download: images and English text that scikit-learn ships.
-
-Tokens are (B, 1, N, D), one head, as a hasher takes them.
-"""
+"""Samples that scikit-learn ships, without a download: digits, two photographs and English text."""
 
 from __future__ import annotations
 
@@ -12,24 +9,53 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-TEXT_SPAN = 6
-"""Bytes that a text token looks back on."""
+from ecoformer.data.registry import register_dataset
+from ecoformer.data.splits import Arrays, Splits
+
+
+@register_dataset("digits")
+def digits(*, size: int = 32) -> Splits:
+    """1,347 handwritten digits to learn from and 450 to test on, in three equal channels.
+
+    Every fourth digit of each class is for testing, always the same ones.
+
+    Args:
+        size: height and width; the original 8 pixels are interpolated bilinearly.
+    """
+    if size < 8:
+        raise ValueError(f"size must be at least the digits' own 8, got {size}")
+    source = _sklearn_datasets().load_digits()
+    targets = torch.from_numpy(source.target).long()
+    grey = torch.from_numpy(source.images).float().unsqueeze(1)
+    large = F.interpolate(grey, size=(size, size), mode="bilinear", align_corners=False)
+    images = (large * (255 / 16)).round().to(torch.uint8).expand(-1, 3, -1, -1).contiguous()
+    in_test = torch.zeros(len(targets), dtype=torch.bool)
+    in_test[targets.argsort(stable=True)[::4]] = True
+    train, test = (Arrays(images[part], targets[part]) for part in (~in_test, in_test))
+    return Splits(train, test, "images", classes=10)
+
+
+def sample_text() -> bytes:
+    """The data-set descriptions of scikit-learn, about 70 kB of English."""
+    folder = resources.files(_sklearn_datasets()) / "descr"
+    names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".rst"))
+    return b"".join((folder / name).read_bytes() for name in names)
 
 
 def sample_images() -> list[Tensor]:
     """The two photographs `china.jpg` and `flower.jpg`, each (height, width, 3) in 0..1."""
-    images = sklearn_datasets().load_sample_images().images
+    images = _sklearn_datasets().load_sample_images().images
     return [torch.from_numpy(image.copy()).float() / 255 for image in images]
 
 
 def image_tokens(
     crops: int, *, size: int = 112, patch: int = 4, seed: int = 0, part: int = 0, normalise: bool = True
 ) -> Tensor:
-    """Patches of random square crops, alternately from both photographs, each N = (size / patch)^2 tokens.
+    """Patches (crops, 1, N, D) of random square crops, alternately from both photographs.
 
     The photographs are cut into upright strips as wide as a crop; `part` 0 crops from the even strips, 1 from
-    the odd ones, so that two calls share no pixel. `normalise` does what the LayerNorm before an attention
-    layer does.
+    the odd ones, so two calls share no pixel. `normalise` does what the LayerNorm before an attention layer
+    does.
     """
     images = sample_images()
     generator = torch.Generator().manual_seed(seed)
@@ -50,37 +76,9 @@ def patches(image: Tensor, patch: int) -> Tensor:
     return blocks.permute(1, 2, 0, 3, 4).reshape(-1, 3 * patch * patch) - 0.5
 
 
-def sample_text() -> bytes:
-    """The data-set descriptions of scikit-learn, about 70 kB of English."""
-    folder = resources.files(sklearn_datasets()) / "descr"
-    names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".rst"))
-    return b"".join((folder / name).read_bytes() for name in names)
-
-
-def text_tokens(text: bytes, count: int, *, length: int = 784, dim: int = 32, seed: int = 0) -> Tensor:
-    """Stretches of `text` as byte tokens: fixed random embeddings of a byte and, fading, those before it."""
-    table = torch.randn(TEXT_SPAN, 256, dim, generator=torch.Generator().manual_seed(2022))
-    table = table * (0.7 ** torch.arange(TEXT_SPAN))[:, None, None]
-    generator = torch.Generator().manual_seed(seed)
-    if len(text) < length + TEXT_SPAN:
-        raise ValueError(
-            f"text has {len(text)} bytes, fewer than length + {TEXT_SPAN} = {length + TEXT_SPAN}"
-        )
-    tokens = []
-    for _ in range(count):
-        start = int(torch.randint(TEXT_SPAN, len(text) - length + 1, (), generator=generator))
-        ids = torch.tensor(list(text[start - TEXT_SPAN : start + length]))
-        looks = [table[back][ids[TEXT_SPAN - back : TEXT_SPAN - back + length]] for back in range(TEXT_SPAN)]
-        tokens.append(torch.stack(looks).sum(dim=0))
-    return torch.stack(tokens).unsqueeze(1)
-
-
-def sklearn_datasets() -> Any:
-    """The module `sklearn.datasets`, or one line that says what to install."""
+def _sklearn_datasets() -> Any:
     try:
         import sklearn.datasets
     except ImportError as error:
-        raise ImportError(
-            "the sample data come with scikit-learn: pip install scikit-learn pillow"
-        ) from error
+        raise ImportError("these samples come with scikit-learn: pip install scikit-learn pillow") from error
     return sklearn.datasets

@@ -13,7 +13,7 @@ from ecoformer.arguments import shape
 from ecoformer.attention import Attention, attention_class, create_attention
 from ecoformer.attention.splitting import SharesTokens, check_split, stretch
 from ecoformer.checkpoints.hub import HubMixin
-from ecoformer.data.bytes import PAD, byte_tokens
+from ecoformer.data.texts import PAD, byte_tokens
 from ecoformer.functional import sum_over_ranks
 
 __all__ = ["PAD", "TextEncoder", "TwoTowerEncoder", "byte_tokens", "lra_retrieval", "lra_text"]
