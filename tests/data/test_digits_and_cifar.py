@@ -101,6 +101,6 @@ def test_stored_cifar(cifar, tmp_path):
 
 
 def test_without_torchvision(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchvision", None)
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
     with pytest.raises(ImportError, match=r"pip install 'ecoformer\[vision\]'"):
         load("cifar10", tmp_path)

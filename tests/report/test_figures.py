@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import builtins
-import itertools
 import json
 
 import matplotlib
 import pytest
-from matplotlib.text import Text
 
 from ecoformer.bitfusion import attention_layer, simulate_all
 from ecoformer.report.figures import accuracy_figure, bitfusion_figure, shares_figure, sweep_figure
-from ecoformer.report.labels import spread
 from ecoformer.report.rows import accuracy_rows, file_rows, printed_rows
 from ecoformer.report.style import check_target, colour_of, readable, save
 
@@ -42,10 +39,8 @@ def texts(axes):
     return [text.get_text() for text in axes.texts]
 
 
-def overlaps(axes):
-    axes.get_figure().draw_without_rendering()
-    boxes = [Text.get_window_extent(text) for text in axes.texts]  # without leaders
-    return [(a, b) for a, b in itertools.combinations(boxes, 2) if a.overlaps(b)]
+def names(figure):
+    return [text.get_text() for legend in figure.legends for text in legend.texts]
 
 
 def test_shares_are_of_the_whole_and_the_whole_is_named():
@@ -55,20 +50,18 @@ def test_shares_are_of_the_whole_and_the_whole_is_named():
     heights = [[bar.get_height() for bar in bars] for bars in softmax.containers]
     assert [sum(column) for column in zip(*heights, strict=True)] == pytest.approx([100, 100, 100])
     assert heights[0][0] == pytest.approx(100 * 3 / 4.1)
-    assert {"73", "24", "4.10 mJ", "6.10 mJ"} <= set(texts(softmax))
-    assert [label.get_text() for label in softmax.get_xticklabels()] == ["B0", "B1", "B2"]
-    assert softmax.get_xlabel() == "PVTv2"
+    assert {"73%", "24%", "4.10 mJ", "6.10 mJ"} <= set(texts(softmax))
+    assert [label.get_text() for label in softmax.get_xticklabels()] == ["PVTv2-B0", "PVTv2-B1", "PVTv2-B2"]
     assert "energy" in softmax.get_ylabel()
 
 
-def test_sweep_has_a_line_a_mechanism_and_its_name_at_the_end():
+def test_sweep_has_a_line_a_mechanism_the_highest_first():
     figure = sweep_figure(SWEEP)
     (axes,) = figure.axes
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    assert texts(axes) == ["Softmax", "EcoFormer", "Performer", "Linformer"]
+    assert names(figure) == ["Softmax", "Linformer", "Performer", "EcoFormer"]
     assert list(axes.lines[0].get_ydata()) == pytest.approx([n**4 * 1e-9 for n in (224, 448, 896)])
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("Resolution (pixels a side)", "Energy (mJ)")
-    assert overlaps(axes) == []
 
 
 def test_a_short_range_is_drawn_on_a_linear_axis():
@@ -76,11 +69,10 @@ def test_a_short_range_is_drawn_on_a_linear_axis():
     assert sweep_figure(rows, "bits").axes[0].get_yscale() == "linear"
 
 
-def test_accuracy_labels_meet_neither_each_other_nor_points():
-    (axes,) = accuracy_figure(POINTS).axes
-    assert texts(axes) == ["Transformer", "EcoFormer", "Linformer"]
-    assert [line.get_xdata()[0] for line in axes.lines] == pytest.approx([9.25, 2.49, 2.6])
-    assert overlaps(axes) == []
+def test_accuracy_has_a_point_a_row():
+    figure = accuracy_figure(POINTS)
+    assert names(figure) == ["Transformer", "EcoFormer", "Linformer"]
+    assert [line.get_xdata()[0] for line in figure.axes[0].lines] == pytest.approx([9.25, 2.49, 2.6])
 
 
 def test_bars_are_where_time_and_energy_go():
@@ -112,13 +104,11 @@ def test_files_by_suffix_and_the_same_twice(tmp_path, suffix, start):
 def test_targets_that_cannot_be_written(tmp_path):
     with pytest.raises(ValueError, match=r"a\.jpg must end in \.png, \.svg, \.pdf, got '\.jpg'"):
         check_target("a.jpg")
-    with pytest.raises(ValueError, match=r"a must end in .*, it has no suffix"):
-        check_target("a")
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         check_target(tmp_path / "nowhere" / "a.png")
 
 
-def test_without_matplotlib_one_line_says_what_to_install(monkeypatch):
+def test_without_matplotlib(monkeypatch):
     real = builtins.__import__
 
     def missing(name, *args, **kwargs):
@@ -129,19 +119,6 @@ def test_without_matplotlib_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ImportError, match=r"^figures need matplotlib: pip install 'ecoformer\[figures\]'$"):
         check_target("a.png")
-
-
-def test_rows_that_lack_something():
-    with pytest.raises(
-        ValueError, match="row 0 of the sweep figure lacks value, energy_pj; it has mechanism"
-    ):
-        sweep_figure([{"mechanism": "eco"}])
-    with pytest.raises(ValueError, match="the shares figure has no rows"):
-        shares_figure([])
-    with pytest.raises(ValueError, match="quantity must be one of energy_pj, mul, add, got 'bytes'"):
-        sweep_figure([{"mechanism": "eco", "value": 1, "bytes": 2}], quantity="bytes")
-    with pytest.raises(ValueError, match="at least one result"):
-        bitfusion_figure({})
 
 
 def test_rows_of_result_files(tmp_path):
@@ -200,12 +177,3 @@ def test_names_and_colours_are_the_same_everywhere():
     ]
     assert colour_of("eco", 0) == colour_of("eco", 3) == colour_of("EcoFormer", 1)
     assert colour_of("transformer", 0) == colour_of("softmax", 1)
-
-
-def test_labels_are_moved_apart_and_no_further():
-    assert spread([0, 100, 50], 12) == [0, 100, 50]
-    assert spread([10, 11], 12) == [4.5, 16.5]
-    placed = spread([30, 31, 29, 80, 32], 12)
-    assert sorted(placed)[-1] == 80
-    assert all(b - a >= 12 for a, b in itertools.pairwise(sorted(placed)))
-    assert sorted(range(5), key=placed.__getitem__) == [2, 0, 1, 4, 3]

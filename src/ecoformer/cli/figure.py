@@ -1,8 +1,7 @@
-"""`ecoformer figure`: pictures of what models cost."""
+"""`ecoformer figure`: figures of what models cost."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,13 +16,14 @@ from ecoformer.report.figures import accuracy_figure, bitfusion_figure, shares_f
 from ecoformer.report.rows import accuracy_rows, file_rows, printed_rows
 from ecoformer.report.style import check_target, readable, save
 
-figure = typer.Typer(help="Pictures of what models cost, as PNG, SVG or PDF.", no_args_is_help=True)
+figure = typer.Typer(help="Figures of what models cost, as PNG, SVG or PDF.", no_args_is_help=True)
 Out = Annotated[Path, typer.Option(help="The file: .png, .svg or .pdf.", callback=check_target)]
 Accounting = Annotated[
     str, typer.Option(help="`paper` counts what the paper counts, `exact` all that is executed.")
 ]
 Energy = Annotated[str, typer.Option(help="An energy table's name, or a JSON file.")]
 Quantity = Annotated[str, typer.Option(help="`energy`, `mul` or `add`.")]
+Resolution = Annotated[int, typer.Option(help="Height and width of the image.", min=1)]
 
 
 @figure.command()
@@ -36,7 +36,7 @@ def shares(
     accounting: Accounting = "paper",
     energy: Energy = "fp32-45nm",
     quantity: Quantity = "energy",
-    resolution: Annotated[int, typer.Option(help="Height and width of the image.", min=1)] = 224,
+    resolution: Resolution = 224,
 ) -> None:
     """Shares of attention and FFN over models: the paper's Figure 2, and the same with other attention.
 
@@ -44,17 +44,19 @@ def shares(
     """
     rows = []
     key = _key(quantity)
+    kind: Any = accounting  # `cost` checks it
     for mechanism in names_in(compare, "--compare"):
         for name in names_in(models, "--models"):
             model, example = built_model(name, mechanism, batch=1, resolution=resolution)
-            ledger = cost(model, example, accounting=_accounting(accounting), energy=energy)
-            _whole(mechanism, ledger.uncounted, accounting)
-            parts: dict[str, float] = {}
-            for part in ("attention", "ffn", "other"):
-                counts = ledger.of(part)
-                parts[part] = ledger.energy.energy_pj(counts) if key == "energy_pj" else getattr(counts, key)
-            rows.append({"model": name, "mechanism": mechanism} | parts)
-    _write(shares_figure(rows, key), out)
+            ledger = cost(model, example, accounting=kind, energy=energy)
+            _check_complete(mechanism, ledger.uncounted, accounting)
+            counts = {part: ledger.of(part) for part in ("attention", "ffn", "other")}
+            parts = {
+                part: ledger.energy.energy_pj(count) if key == "energy_pj" else getattr(count, key)
+                for part, count in counts.items()
+            }
+            rows.append({"model": name, "mechanism": mechanism, **parts})
+    _save(shares_figure(rows, key), out)
 
 
 @figure.command()
@@ -73,7 +75,7 @@ def sweep(
     energy: Energy = "fp32-45nm",
     quantity: Quantity = "energy",
 ) -> None:
-    """Energy or operations against resolution, tokens or a setting, one line a mechanism, log-log.
+    """Energy or operations against resolution, tokens or a setting, one line for each mechanism.
 
     Example: `ecoformer figure sweep pvt_v2_b0 --sweep resolution=224,448,896 --out sweep.png`
     """
@@ -81,20 +83,21 @@ def sweep(
     if not parameter or not equals:
         raise ValueError(f"--sweep takes a name and values, such as resolution=224,448, got {values!r}")
     points = [about[parameter] for about, _ in swept(values, {parameter: 1})]
+    kind: Any = accounting  # `cost` checks it
     found = swept_costs(
-        partial(_model, model),
+        lambda: built_model(model, None, batch=1)[0],
         parameter,
         points,
         mechanisms=names_in(compare, "--compare"),
-        accounting=_accounting(accounting),
+        accounting=kind,
         energy=energy,
     )
     rows = []
     for point in found:
-        _whole(str(point.mechanism), point.ledger.uncounted, accounting)
+        _check_complete(str(point.mechanism), point.ledger.uncounted, accounting)
         totals = point.ledger.total.to_dict() | {"energy_pj": point.ledger.energy_pj}
-        rows.append({"mechanism": point.mechanism, "value": point.value} | totals)
-    _write(sweep_figure(rows, found[0].parameter, _key(quantity)), out)
+        rows.append({"mechanism": point.mechanism, "value": point.value, **totals})
+    _save(sweep_figure(rows, found[0].parameter, _key(quantity)), out)
 
 
 @figure.command()
@@ -119,18 +122,20 @@ def accuracy(
         rows += accuracy_rows(printed_rows(printed), f"the paper's {printed}")
     if not rows:
         raise ValueError("there is nothing to draw: name result files, or --printed cifar100_attentions")
-    _write(accuracy_figure(rows), out)
+    _save(accuracy_figure(rows), out)
 
 
 @figure.command()
 def bitfusion(
     out: Out,
     what: Annotated[
-        str, typer.Argument(help="`table` (the paper's), `layer` (the whole layer), or a model's name.")
+        str, typer.Argument(help="`table` (the paper's), `layer` (one attention layer), or a model's name.")
     ] = "table",
     compare: Annotated[str, typer.Option(help="Mechanisms of a layer or a model.")] = "softmax,eco",
-    resolution: Annotated[int, typer.Option(help="Height and width of the image.", min=1)] = 224,
-    batch: Annotated[int | None, typer.Option(help="Samples; 16 of a layer, 1 of a model.", min=1)] = None,
+    resolution: Resolution = 224,
+    batch: Annotated[
+        int | None, typer.Option(help="Samples; default: 16 for a layer, 1 for a model.", min=1)
+    ] = None,
 ) -> None:
     """Where time and energy go on BitFusion, as stacked bars.
 
@@ -140,20 +145,16 @@ def bitfusion(
     if what == "table":
         ours = {row["method"]: " (ours)" if row["reading"] == "ours" else "" for row in printed_table()}
         bars = {readable(name) + note: simulate_all(printed_work(name)) for name, note in ours.items()}
-        _write(bitfusion_figure(bars, divide_by=16), out)
     elif what == "layer":
         bars = {readable(name): simulate_all(attention_layer(name, batch=batch or 16)) for name in names}
-        _write(bitfusion_figure(bars), out)
     else:
-        bars = {}
-        for name in names:
-            model, example = built_model(what, name, batch=batch or 1, resolution=resolution)
-            bars[readable(name)] = simulate_model(model, example).total
-        _write(bitfusion_figure(bars), out)
-
-
-def _model(name: str) -> Any:
-    return built_model(name, None, batch=1)[0]
+        bars = {
+            readable(name): simulate_model(
+                *built_model(what, name, batch=batch or 1, resolution=resolution)
+            ).total
+            for name in names
+        }
+    _save(bitfusion_figure(bars, divide_by=16 if what == "table" else 1), out)
 
 
 def _key(quantity: str) -> str:
@@ -162,12 +163,8 @@ def _key(quantity: str) -> str:
     return "energy_pj" if quantity == "energy" else quantity
 
 
-def _accounting(name: str) -> Any:
-    return name  # `cost` refuses what it does not know
-
-
-def _whole(mechanism: str, uncounted: tuple[str, ...], accounting: str) -> None:
-    """A picture cannot say what it leaves out, so it leaves out nothing."""
+def _check_complete(mechanism: str, uncounted: tuple[str, ...], accounting: str) -> None:
+    """A figure cannot show what it leaves out."""
     if uncounted:
         raise ValueError(
             f"{mechanism}: the {accounting} accounting does not count {uncounted[0]} "
@@ -175,5 +172,5 @@ def _whole(mechanism: str, uncounted: tuple[str, ...], accounting: str) -> None:
         )
 
 
-def _write(drawn: Any, out: Path) -> None:
+def _save(drawn: Any, out: Path) -> None:
     typer.echo(f"wrote {save(drawn, out)}")

@@ -10,6 +10,7 @@ import torch
 from ecoformer.data.registry import register_dataset
 from ecoformer.data.splits import Arrays, Splits
 from ecoformer.data.stored import is_stored, read_stored
+from ecoformer.third_party import import_library
 
 _LAYOUT = "{}, unpacked from the official archive (or the two files that ecoformer.data.store writes)"
 
@@ -35,8 +36,8 @@ def _cifar(name: str, root: Path, classes: int) -> Splits:
             raise ValueError(f"{root} holds {splits.name!r}, not {name}: load it by that name")
         return splits
     try:
-        from torchvision import datasets
-    except ImportError as error:
+        datasets = import_library("torchvision.datasets")
+    except ModuleNotFoundError as error:
         raise ImportError("CIFAR is read by torchvision: pip install 'ecoformer[vision]'") from error
     reader: Any = getattr(datasets, name.upper())
     folder = root / reader.base_folder

@@ -5,36 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ecoformer.report.labels import label_ends
 from ecoformer.report.runs import Run
-from ecoformer.report.style import colour_of, drawing, new_figure, quiet_grid
+from ecoformer.report.style import colour_of, drawing, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 def curves_figure(runs: Sequence[Run]) -> Figure:
-    """Two panels, one line a run; a run's name stands at the end of its line."""
+    """Two panels, one line a run."""
     if not runs:
         raise ValueError("there is no run to draw")
     with drawing():
-        figure = new_figure(7.6, 3.0)
+        figure = new_figure(7.6, 3.2)
         panels = figure.subplots(1, 2)
         wanted = (("train", "loss", "Training loss", 1.0), ("test", "accuracy", "Test accuracy (%)", 100.0))
         for axes, (split, name, label, factor) in zip(panels, wanted, strict=True):
-            ends = []
             for i, run in enumerate(runs):
-                points = [(step, value * factor) for step, value in run.course(split, name)]
-                if not points:
-                    continue
-                colour = colour_of(run.mechanism, i)
-                marker = "o" if len(points) < 12 else ""
-                axes.plot(
-                    *zip(*points, strict=True), color=colour, linewidth=1.6, marker=marker, markersize=4
-                )
-                ends.append((*points[-1], run.name, colour))
+                course = run.course(split, name)
+                steps, values = [step for step, _ in course], [factor * value for _, value in course]
+                marker = "o" if len(course) < 12 else ""
+                axes.plot(steps, values, color=colour_of(run.mechanism, i), marker=marker, label=run.name)
             axes.set_xlabel("Step")
             axes.set_ylabel(label)
-            quiet_grid(axes, "y")
-            label_ends(axes, ends)
+            axes.grid(axis="y")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
