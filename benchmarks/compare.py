@@ -25,8 +25,8 @@ from record import relative, write_result
 
 import ecoformer
 from ecoformer.training import load_recipe
-from ecoformer.training.recipe import Recipe, checked
-from ecoformer.training.state import CHANGEABLE, differences
+from ecoformer.training.folder import CHANGEABLE
+from ecoformer.training.recipe import Recipe, check_recipe, differences
 
 NO_MATTER = CHANGEABLE - {"optimiser.lr", "optimiser.clip", "precision"}
 """What a run may be resumed with in another value, but for what its figures depend on."""
@@ -131,7 +131,7 @@ def _difference(file: Path, recipe: Recipe) -> str | None:
     """In what a finished run is not what a recipe would make."""
     if not file.is_file():
         return None
-    found = checked(json.loads(file.read_text())["recipe"], str(file))
+    found = check_recipe(json.loads(file.read_text())["recipe"], str(file))
     for key, (then, now) in differences(found, recipe).items():
         if key not in NO_MATTER:
             return f"{key} was {then}, not {now}"

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from training_runs import PLAIN, fail, in_step, outcome, recipe, stopped, whole
 
-from ecoformer.training.state import RunFolder
+from ecoformer.training.folder import RunFolder
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from training_runs import PLAIN, child, contents, fail, in_step, recipe, status_
 
 from ecoformer.storage import CheckpointError
 from ecoformer.training import load_recipe, train
+from ecoformer.training.folder import RunFolder
 from ecoformer.training.run import load_splits
-from ecoformer.training.state import RunFolder
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_no_folder_is_written_through_a_link(name, halfway, plain, tmp_path):
 
 def rewrite(checkpoint, name, change):
     """Change a file of a checkpoint and its checksum, as somebody would who means to."""
-    from ecoformer.training.state import _checksum
+    from ecoformer.training.folder import _checksum
 
     change(checkpoint / name)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
@@ -195,7 +195,7 @@ def test_training_and_testing_hide_the_same_share(change, tmp_path, monkeypatch)
     assert hidden(load_splits(chosen)) == pytest.approx(0.4, abs=0.03)
     rates = []
     monkeypatch.setattr(
-        "ecoformer.training.tasks.mask_bytes",
+        "ecoformer.training.batches.mask_bytes",
         lambda inputs, generator, rate: (rates.append(rate), (inputs.long(), inputs.long() - 1))[1],
     )
     in_step(monkeypatch, 0, fail)

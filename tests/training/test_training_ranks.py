@@ -19,10 +19,10 @@ from ecoformer import storage
 from ecoformer.data.splits import IGNORED, Arrays, Splits
 from ecoformer.hashing import hashers_of
 from ecoformer.training import train
-from ecoformer.training.loading import Loader, measured_batches
+from ecoformer.training.batches import Loader, measured_batches
+from ecoformer.training.folder import RunFolder
 from ecoformer.training.loop import Trainer
 from ecoformer.training.run import load_splits
-from ecoformer.training.state import RunFolder
 
 QUIET = PLAIN["model"]["options"] | {"dropout": 0.0, "attn_drop": 0.0}
 HASHED = PLAIN | {
@@ -144,7 +144,7 @@ def test_what_two_processes_cannot_share(change, message, tmp_path):
 
 def test_mixup_needs_pairs_on_every_process(tmp_path):
     part = load_splits(recipe(PICTURES, folder=tmp_path)).train
-    with pytest.raises(ValueError, match="leaves 3 pictures each: make it even"):
+    with pytest.raises(ValueError, match="leaves 3 images each: make it even"):
         Loader(part, recipe(PICTURES, "batch=6", folder=tmp_path), torch.device("cpu"), 0, 2)
 
 
@@ -167,7 +167,7 @@ def test_fsdp_is_not_left_out_in_silence(tmp_path):
 
     def run():
         os.environ["ACCELERATE_USE_FSDP"] = "true"
-        with pytest.raises(ValueError, match="FSDP was asked for"):
+        with pytest.raises(ValueError, match="FSDP on several GPUs"):
             train(chosen, tmp_path / "run", show=False)
 
     assert in_child(run) == 0
@@ -214,7 +214,7 @@ def test_torchrun_asked_to_stop(hashed_file, tmp_path):
     said = started.communicate(timeout=60)[0]
     assert started.returncode != 0
     assert "is kept" in said
-    assert said.count("the same command with --resume goes on") == 2
+    assert said.count("continue with the same command and --resume") == 2
     step = RunFolder(tmp_path / "run").newest_good()
     assert step is not None
     assert f"stopped at step {step} of 20000" in said

@@ -19,10 +19,10 @@ from ecoformer.data.splits import IGNORED, Arrays, Splits
 from ecoformer.hashing import hashers_of
 from ecoformer.models.text import PAD
 from ecoformer.training import loop, train
-from ecoformer.training.building import build_model
-from ecoformer.training.division import Division, check_model
-from ecoformer.training.loading import Loader
+from ecoformer.training.batches import Loader
 from ecoformer.training.loop import Trainer
+from ecoformer.training.model import build_model, check_model
+from ecoformer.training.processes import divide
 from ecoformer.training.run import load_splits
 
 SPLIT = PLAIN | {
@@ -191,17 +191,11 @@ def test_one_process_has_all_tokens(tmp_path):
 
 
 def test_pictures_are_not_split(tmp_path):
-    splits = Splits(
-        Arrays(torch.zeros(8, 3, 4, 4), torch.zeros(8)),
-        Arrays(torch.zeros(1, 3, 4, 4), torch.zeros(1)),
-        "images",
-        2,
-    )
     accelerator = SimpleNamespace(num_processes=2, process_index=0)
     with pytest.raises(
         ValueError, match="split_tokens=2 is for texts, but recall holds images: set split_tokens=1"
     ):
-        Division(recipe(SPLIT, "split_tokens=2", folder=tmp_path), splits, accelerator)
+        divide(recipe(SPLIT, "split_tokens=2", folder=tmp_path), "images", accelerator)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def pvt(path, classes):
 def test_other_classes(tmp_path):
     path = pvt(tmp_path / "pets.safetensors", 37)
     chosen = recipe(PICTURES, f"start={path}", "schedule.steps=2", folder=tmp_path)
-    with pytest.raises(ValueError, match=r"^start: pets\.\S+ answers with 37 classes, but digits has 10"):
+    with pytest.raises(ValueError, match=r"^start: pets\.\S+ has 37 classes, but digits has 10"):
         train(chosen, tmp_path / "run", show=False)
     model = ecoformer.load(path)
     model.reset_classifier(10)

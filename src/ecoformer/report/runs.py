@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ecoformer.training.state import RunFolder
+from ecoformer.training.folder import RunFolder
 
 
 @dataclass(frozen=True)

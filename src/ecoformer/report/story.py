@@ -17,9 +17,9 @@ from ecoformer.hashing import fit_hashers
 from ecoformer.report.page import render, table_rows, write_page
 from ecoformer.report.runs import Run, read_run
 from ecoformer.training import Recipe, evaluate, load_recipe, train
+from ecoformer.training.batches import Task
+from ecoformer.training.folder import RunFolder
 from ecoformer.training.run import load_splits
-from ecoformer.training.state import RunFolder
-from ecoformer.training.tasks import Task
 
 SOFTMAX, ECO = "softmax", "eco"
 LATENCY_BATCH = 16

@@ -1,10 +1,12 @@
-"""The training loop, on Accelerate: one process or many, interrupted or not, with the same outcome."""
+"""The training loop on Accelerate: the same outcome on one process or many, interrupted or not."""
 
 from __future__ import annotations
 
+import math
+import shutil
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +14,58 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ecoformer.arguments import one_line
+from ecoformer.attention.splitting import split_tokens
 from ecoformer.checkpoints import save
 from ecoformer.data.splits import IGNORED, Arrays, Splits
 from ecoformer.files import replacing
 from ecoformer.hashing import fit_hashers, hashers_of
-from ecoformer.storage import load_into
-from ecoformer.training.building import build_model, check_export, load_teacher, make_average
-from ecoformer.training.devices import is_sharded, make_accelerator
-from ecoformer.training.display import Display
-from ecoformer.training.division import Division, check_model
-from ecoformer.training.interrupts import Interrupts
-from ecoformer.training.loading import Loader, measured_batches, seed_everything, seed_of
-from ecoformer.training.measuring import costs, figures, is_finite, judge, mixed_precision
-from ecoformer.training.optimisation import LearningRate, build_optimiser
+from ecoformer.storage import CheckpointError, load_into, read, write
+from ecoformer.training.batches import (
+    Batch,
+    Loader,
+    Task,
+    check_targets,
+    distillation_loss,
+    measured_batches,
+    seed_everything,
+    seed_of,
+)
+from ecoformer.training.console import Display, Interrupts
+from ecoformer.training.folder import PROGRESS, RunFolder, check_random_states
+from ecoformer.training.model import (
+    build_model,
+    build_optimizer,
+    check_model,
+    costs,
+    figures,
+    judge,
+    learning_rate,
+    load_teacher,
+    make_average,
+    mixed_precision,
+)
+from ecoformer.training.processes import divide, is_sharded, make_accelerator
 from ecoformer.training.recipe import Recipe
-from ecoformer.training.saving import Progress, read_checkpoint, write_checkpoint
-from ecoformer.training.state import RunFolder
-from ecoformer.training.tasks import Task, check_targets, distillation_loss
 
 
 class Interrupted(RuntimeError):
     """The run was asked to stop and has saved itself."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands; with the recipe it determines everything that follows."""
+
+    step: int = 0
+    samples: int = 0
+    """Size of the training data, on which the order of samples depends."""
+    best: float = 0.0
+    measured: dict[str, float] | None = None
+    """The last evaluation."""
+    training_seconds: float = 0.0
+    seconds: float = 0.0
+    """Including evaluation and checkpoints, without steps that were lost and repeated."""
 
 
 class Trainer:
@@ -42,9 +75,9 @@ class Trainer:
         recipe: what to train.
         splits: its data.
         folder: where the run keeps its state.
-        resume: go on with the run that the folder holds.
-        device: "cpu" keeps off the GPU; None takes what there is.
-        display: what people see.
+        resume: continue the run in the folder.
+        device: "cpu" or "cuda"; default: a GPU if there is one.
+        display: shows progress.
     """
 
     def __init__(
@@ -61,55 +94,56 @@ class Trainer:
         changes = folder.check(recipe, resume=resume)
         check_targets(splits, recipe.data.name)
         self.accelerator = make_accelerator(recipe, device)
-        self.first = self.accelerator.is_main_process
-        self.device = self.accelerator.device
+        self.first, self.device = self.accelerator.is_main_process, self.accelerator.device
         self.display = display or Display(show=False)
-        where = (self.accelerator.process_index, self.accelerator.num_processes)
-        self.division = Division(recipe, splits, self.accelerator)
-        self.task = Task(recipe, splits, self.division.group)
-        self.loader = Loader(splits.train, recipe, self.device, *where)
+        self.rank, self.ranks, self.group = divide(recipe, splits.kind, self.accelerator)
+        self.task = Task(recipe, splits, self.group)
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        self.loader = Loader(splits.train, recipe, self.device, rank, ranks)
         self.test = splits.test.to(self.device) if isinstance(splits.test, Arrays) else splits.test
         self.total = recipe.schedule.steps or self.loader.steps * (recipe.schedule.epochs or 1)
         bare = build_model(recipe, splits)
         check_model(bare, recipe, splits)
-        check_export(bare, recipe)
         self.parameters = sum(p.numel() for p in bare.parameters())
         self.cost = costs(bare, recipe, splits)
         self.teacher = load_teacher(recipe, splits, self.task, self.device)
         self.average = make_average(bare, recipe, self.device)
-        optimiser = build_optimiser(bare, recipe)
-        self.model, self.optimiser = self.accelerator.prepare(bare, optimiser)
-        self.rate = LearningRate(self.optimiser, recipe, self.total, self.loader.steps)
+        self.model, self.optimizer = self.accelerator.prepare(bare, build_optimizer(bare, recipe))
         self.generator = torch.Generator(self.device)
         self.progress = Progress(samples=len(splits.train))
         self.losses: list[Tensor] = []
+        self._set_rate()
         if resume:
-            read_checkpoint(self)
+            self._load()
         if self.first:
             folder.begin(recipe, [f"from step {self.progress.step} on: {change}" for change in changes])
         self._saved = self.progress.step
         self._clock = time.perf_counter()
 
+    def _split(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Context in which a model computes this process's tokens only."""
+        return nullcontext() if self.group is None else split_tokens(model, self.group)
+
     @property
     def bare(self) -> nn.Module:
-        """The model without what Accelerate wraps around it."""
+        """The model without Accelerate's wrappers."""
         bare: nn.Module = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         return bare
 
     @property
     def uncompiled(self) -> nn.Module:
-        """The model for all but training: other sizes of batches would have it compiled again and again."""
+        """The model for all but training steps, whose batch sizes would have it compiled again."""
         uncompiled: nn.Module = getattr(self.model, "_orig_mod", self.model)
         return uncompiled
 
     @property
     def tested(self) -> nn.Module:
-        """The model that is measured and kept: the averaged one, if weights are averaged."""
+        """The model that is measured: the averaged one, if weights are averaged."""
         tested: nn.Module = self.uncompiled if self.average is None else self.average.module
         return tested
 
     def run(self) -> dict[str, float]:
-        """Train to the end; returns the last evaluation."""
+        """Train to the end; return the last evaluation."""
         with (
             Interrupts(show=self.display.show) as interrupts,
             self.display.training(self.total, self.progress.step) as advance,
@@ -129,7 +163,7 @@ class Trainer:
         return self.progress.measured or self.evaluate()
 
     def _evaluate_and_save(self, interrupts: Interrupts) -> None:
-        """What is due after a step."""
+        """Do what is due after a step."""
         step, recipe = self.progress.step, self.recipe
         if step % recipe.log_every == 0:
             self._log_training()
@@ -142,30 +176,34 @@ class Trainer:
         if asked and step < self.total:
             raise Interrupted(f"stopped at step {step} of {self.total}")
 
-    def _step(self, parts: list[tuple[Tensor, Tensor]]) -> None:
+    def _set_rate(self) -> None:
+        self.rate = learning_rate(self.recipe, self.progress.step, self.total, self.loader.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate
+
+    def _step(self, parts: list[Batch]) -> None:
         recipe, step = self.recipe, self.progress.step
-        rank = self.accelerator.process_index
         self.model.train(recipe.mode == "train")
-        self.rate.set(step)
-        seed_everything(recipe.seed, rank, step)
-        self.generator.manual_seed(seed_of(recipe.seed, self.division.rank, step, 1))
+        self._set_rate()
+        seed_everything(recipe.seed, self.accelerator.process_index, step)
+        self.generator.manual_seed(seed_of(recipe.seed, self.rank, step, 1))
         batches = [self.task.training_batch(*part, self.generator) for part in parts]
         shares = self._shares([targets for _, targets in batches])
         for (inputs, targets), share in zip(batches, shares, strict=True):
-            with self.accelerator.accumulate(self.model), self.division.splitting(self.model):
+            with self.accelerator.accumulate(self.model), self._split(self.model):
                 loss = self._loss(inputs, targets) * share
                 self.accelerator.backward(loss)
                 if recipe.optimiser.clip and self.accelerator.sync_gradients:
                     self.accelerator.clip_grad_norm_(self.model.parameters(), recipe.optimiser.clip)
-                self.optimiser.step()
-                self.optimiser.zero_grad()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
             self.losses.append(loss.detach())
         self.progress.step += 1
         if self.average is not None:
             self.average.update(self.bare, step=self.progress.step)
 
     def _shares(self, targets: list[Tensor]) -> list[Any]:
-        """Weights of the parts of a step, so that every token asked for counts alike in the sum of all."""
+        """Weights of the parts of a step that make all tokens with a target count the same."""
         parts = len(targets) * self.accelerator.num_processes
         if not self.task.per_token or parts == 1:
             return [1.0] * len(targets)
@@ -185,19 +223,17 @@ class Trainer:
         return (1 - taught.weight) * loss + taught.weight * distilled
 
     def _log_training(self) -> None:
-        """Log the mean of the losses since the last time; stop if one is not a number."""
+        """Log the mean of the losses since the last call."""
         if not self.losses:
             return
-        mean = self.accelerator.reduce(torch.stack(self.losses).mean(), reduction="mean")
-        loss, step = float(mean), self.progress.step
+        loss = float(self.accelerator.reduce(torch.stack(self.losses).mean(), reduction="mean"))
         self._count_time(training=True)
         self._check_finite("the loss", loss)
         self.losses.clear()
-        self._record({"step": step, "split": "train", "loss": loss, "lr": self.rate.now})
-        self.display.loss(loss)
+        self._record({"step": self.progress.step, "split": "train", "loss": loss, "lr": self.rate})
 
     def _check_finite(self, what: str, value: float) -> None:
-        if not torch.isfinite(torch.tensor(value)):
+        if not math.isfinite(value):
             raise FloatingPointError(
                 f"{what} became {value} by step {self.progress.step}: it will again, unless you add --set "
                 f"optimiser.lr={self.recipe.optimiser.lr / 10:g}, optimiser.clip=1 or precision=fp32"
@@ -207,23 +243,20 @@ class Trainer:
         """Accuracy and loss on the test data."""
         self._log_training()
         self._count_time(training=True)
-        with self.division.splitting(self.tested):
-            sums = judge(self.tested, self.task, self._test_batches(), self.device)
+        batches = measured_batches(self.test, self.recipe, self.device, self.rank, self.ranks)
+        with self._split(self.tested):
+            sums = judge(self.tested, self.task, batches, self.device)
         measured = figures(self.accelerator.reduce(sums, reduction="sum"))
         self._check_finite("the test loss", measured["loss"])
         self.progress.measured = measured
         self.progress.best = max(self.progress.best, measured["accuracy"])
         epoch = self.progress.step / self.loader.steps
         self._record({"step": self.progress.step, "split": "test", "epoch": epoch, **measured})
-        self.display.evaluation(epoch, measured)
         self._count_time(training=False)
         return measured
 
-    def _test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return measured_batches(self.test, self.recipe, self.device, self.division.rank, self.division.ranks)
-
     def _fit(self, epoch: int) -> None:
-        """Learn the hash functions: before the first step, and again every tau epochs."""
+        """Fit the hash functions before the first step, and again every `refit_every` epochs."""
         hashers, every = hashers_of(self.bare), self.recipe.hashing.refit_every
         unfitted = any(not bool(hasher.fitted) for hasher in hashers.values())
         if not hashers or not (unfitted or (every and epoch % every == 0)):
@@ -244,26 +277,14 @@ class Trainer:
     def _asked_to_stop(self, interrupts: Interrupts) -> bool:
         if self.accelerator.num_processes == 1:
             return interrupts.asked
-        # All processes must agree on the step; asking at every one would cost.
+        # All processes must agree on the step; asking at every one would cost time.
         if self.progress.step % self.recipe.log_every:
             return False
         asked = torch.tensor(float(interrupts.asked), device=self.device)
         return bool(self.accelerator.reduce(asked, reduction="sum") > 0)
 
-    def _save(self) -> None:
-        """Write a checkpoint, of a state that is known to be finite."""
-        if self._saved == self.progress.step:
-            return
-        self._count_time(training=True)
-        sound = is_finite(self.bare) and all(bool(torch.isfinite(loss)) for loss in self.losses)
-        unsound = torch.tensor(0.0 if sound else torch.nan, device=self.device)
-        self._check_finite("a loss or weight", float(self.accelerator.reduce(unsound, reduction="sum")))
-        write_checkpoint(self)
-        self._saved = self.progress.step
-        self._count_time(training=False)
-
     def _count_time(self, *, training: bool) -> None:
-        """Add the time since the last call, once the device has done what it was given."""
+        """Add the time since the last call, after the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
@@ -275,18 +296,103 @@ class Trainer:
     def _record(self, record: dict[str, Any]) -> None:
         if self.first:
             self.folder.log(record)
-            self.display.board(record)
+            self.display.record(record)
 
-    def export(self) -> Path:
+    def export(self) -> None:
         """Write the trained model as one file for `ecoformer.load`."""
         model = self.bare if self.average is None else self.average.module
         if is_sharded(self.accelerator):
-            whole = self.accelerator.get_state_dict(self.model)
+            weights = self.accelerator.get_state_dict(self.model)
             if self.first:
                 model = build_model(self.recipe, self.splits)
-                load_into(model, whole, source="the trained weights")
+                load_into(model, weights, source="the trained weights")
         if self.first:
             with replacing(self.folder.model_file) as file:  # `save` follows links
                 save(model, file)
         self.accelerator.wait_for_everyone()
-        return self.folder.model_file
+
+    def _save(self) -> None:
+        """Write a checkpoint, unless a loss or weight is not finite."""
+        step = self.progress.step
+        if self._saved == step:
+            return
+        self._count_time(training=True)
+        shares = [p.to_local() if hasattr(p, "to_local") else p for p in self.bare.parameters()]
+        finite = all(bool(torch.isfinite(x).all()) for x in (*shares, *self.losses))
+        unsound = torch.tensor(0.0 if finite else torch.nan, device=self.device)
+        self._check_finite("a loss or weight", float(self.accelerator.reduce(unsound, reduction="sum")))
+        path = self.folder.new_checkpoint(step)
+        try:
+            self._write_checkpoint(path)
+        except Exception as error:  # a full disk is an OSError, a RuntimeError or an error of safetensors
+            shutil.rmtree(path, ignore_errors=True)
+            reason = one_line(error)
+            remedy = ": free some space" if "No space left" in reason else ""
+            raise OSError(f"the checkpoint of step {step} was not completed ({reason}){remedy}") from error
+        self.accelerator.wait_for_everyone()
+        self._saved = step
+        self._count_time(training=False)
+
+    def _write_checkpoint(self, path: Path) -> None:
+        accelerator = self.accelerator
+        losses = torch.stack(self.losses).float() if self.losses else torch.empty(0, device=self.device)
+        tensors = {"losses": accelerator.gather(losses.unsqueeze(0))}
+        if self.average is not None:
+            tensors |= {f"average.{name}": x for name, x in self.average.module.state_dict().items()}
+        if self.first:
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
+        accelerator.wait_for_everyone()
+        accelerator.save_state(str(path), safe_serialization=True)
+        if self.first:
+            write(path / PROGRESS, tensors, asdict(self.progress))
+        accelerator.wait_for_everyone()
+        if self.first:
+            self.folder.complete(self.progress.step, self.recipe.keep)
+
+    def _load(self) -> None:
+        """Continue from the newest good checkpoint, if there is one."""
+        step = self._agreed_step()
+        if step:
+            self._read_checkpoint(self.folder.checkpoint(step))
+        if self.first:
+            self.folder.go_back(step)
+            if step:
+                self.folder.tidy(self.recipe.keep, ".writing-*")
+        self.accelerator.wait_for_everyone()
+
+    def _agreed_step(self) -> int:
+        """The first process looks for a good checkpoint for all of them; 0 for none."""
+        from accelerate.utils import broadcast_object_list
+
+        found: list[Any] = [None]
+        if self.first:
+            try:
+                found = [self.folder.newest_good() or 0]
+            except (CheckpointError, OSError) as error:
+                found = [error]
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(found)
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return int(found[0])
+
+    def _read_checkpoint(self, path: Path) -> None:
+        tensors, values = read(path / PROGRESS)
+        progress, losses = Progress(**values), tensors.pop("losses")
+        if progress.samples != self.progress.samples:
+            raise ValueError(
+                f"{self.folder.path} was trained on {progress.samples} samples, but the data now have "
+                f"{self.progress.samples}: resume with the data it began with"
+            )
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        if rank < len(losses):
+            check_random_states(path / f"random_states_{rank}.pkl")
+        self.accelerator.load_state(str(path))
+        self.accelerator.step = 0  # checkpoints hold no half-accumulated gradient, whatever the file claims
+        self.progress = progress
+        mine = losses[rank] if len(losses) == ranks else losses.mean(dim=0)
+        self.losses = list(mine.to(self.device))
+        if self.average is not None:
+            averaged = {name.removeprefix("average."): tensor for name, tensor in tensors.items()}
+            load_into(self.average.module, averaged, source=str(path))

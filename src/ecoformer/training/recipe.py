@@ -1,4 +1,4 @@
-"""Recipes: small YAML files that say what to train, on what and how; every key is checked."""
+"""Recipes: small YAML files that describe a training run. Every key is checked."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from typing_extensions import Self
 
 from ecoformer.arguments import one_line
 
+RECIPES = resources.files("ecoformer.training") / "recipes"
 MAX_LENGTH, MAX_DEPTH = 100_000, 20
 MASKED_DATA = ("masked_bytes", "masked_sample")
-"""Data sets whose test bytes are hidden by `mask_rate`, as those of training are."""
+"""Data sets that hide a share of `mask_rate` of their test bytes, as training does."""
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -26,30 +27,30 @@ AtLeastZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
-    """Part of a recipe: unknown keys are refused, nothing changes after reading."""
+    """Part of a recipe: immutable, without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Data(Section):
-    """What is learned from."""
+    """The data set, as `ecoformer.data.load` takes it."""
 
     name: str
     root: str | None = None
     options: dict[str, Any] = {}
     workers: Count = 4
-    """Processes that decode pictures; data that fit in memory need none."""
+    """Processes that decode image files; data in memory need none."""
 
 
 class Model(Section):
-    """A timm model's name, or `text` for the encoder that suits the data."""
+    """A timm model, or `text` for the encoder that fits the data."""
 
     name: str
     options: dict[str, Any] = {}
 
 
 class Attention(Section):
-    """The mechanism; `native` leaves the model's own attention as it is."""
+    """The attention mechanism; `native` keeps the model's own attention."""
 
     name: str = "eco"
     options: dict[str, Any] = {}
@@ -57,7 +58,7 @@ class Attention(Section):
 
 
 class Optimiser(Section):
-    """As timm's `create_optimizer_v2` takes it; biases and norms do not decay."""
+    """Arguments of timm's `create_optimizer_v2`; biases and norms have no weight decay."""
 
     name: str = "adamw"
     lr: AboveZero
@@ -65,17 +66,17 @@ class Optimiser(Section):
     betas: tuple[Share, Share] = (0.9, 0.999)
     eps: AboveZero = 1e-8
     clip: AtLeastZero = 0.0
-    """Largest norm of the gradient; 0 for no limit."""
+    """Largest gradient norm; 0 for no limit."""
 
 
 class Schedule(Section):
-    """How long, and how the learning rate moves; exactly one of `epochs` and `steps`."""
+    """Length and learning rate schedule; exactly one of `epochs` and `steps`."""
 
     name: Literal["cosine", "linear", "constant"] = "cosine"
     epochs: Positive | None = None
     steps: Positive | None = None
     warmup: AtLeastZero = 0.0
-    """In epochs where `epochs` is given, else in steps."""
+    """In epochs if `epochs` is given, else in steps."""
     warmup_lr: AtLeastZero = 0.0
     floor: AtLeastZero = 0.0
     """Lowest learning rate."""
@@ -88,26 +89,26 @@ class Schedule(Section):
 
 
 class Augment(Section):
-    """How pictures are changed; of no meaning to text."""
+    """Image augmentation; text ignores it."""
 
     size: Positive = 224
     pad: Count = 0
-    """Random crops out of the picture padded by so many pixels, for data in memory."""
+    """Random crops after padding by so many pixels; for images in memory."""
     flip: bool = False
     erase: Share = 0.0
     mixup: AtLeastZero = 0.0
     cutmix: AtLeastZero = 0.0
     auto: str = ""
-    """timm's policy, such as rand-m9-mstd0.5-inc1; for pictures in files."""
+    """timm's policy, such as rand-m9-mstd0.5-inc1; for image files."""
     jitter: AtLeastZero = 0.0
     crop_share: Share = 0.875
-    """Share of a test picture that the crop keeps; for pictures in files."""
+    """Share of a test image that the center crop keeps; for image files."""
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
 
 
 class Hashing(Section):
-    """How hash functions are learned while the model is."""
+    """How hash functions are fitted during training."""
 
     samples: Positive = 64
     refit_every: Count = 30
@@ -115,7 +116,7 @@ class Hashing(Section):
 
 
 class Teacher(Section):
-    """A trained model whose outputs are learned along with the labels."""
+    """A trained model to distill from."""
 
     checkpoint: str
     weight: Share = 0.5
@@ -123,7 +124,7 @@ class Teacher(Section):
 
 
 class Recipe(Section):
-    """One training run, complete."""
+    """A complete training run."""
 
     about: str
     data: Data
@@ -135,18 +136,18 @@ class Recipe(Section):
     hashing: Hashing = Hashing()
     teacher: Teacher | None = None
     start: str | None = None
-    """Checkpoint to start from; converted if its mechanism is another one."""
+    """Checkpoint to start from; converted if its mechanism differs."""
     batch: Positive
-    """Samples of a step, over all processes."""
+    """Samples per step, over all processes."""
     eval_batch: Positive | None = None
     accumulate: Positive = 1
     split_tokens: Positive = 1
-    """Processes that share a sample, each with a stretch of its tokens."""
+    """Processes that share each sample, every one with a part of its tokens."""
     smoothing: Share = 0.0
     mask_rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """Share of the bytes that are hidden in training and testing, for data sets of masked bytes."""
+    """Share of bytes hidden in training and testing, for data sets of masked bytes."""
     mode: Literal["train", "eval"] = "train"
-    """`eval` keeps dropout and stochastic depth off, as the released code does when it fine-tunes."""
+    """`eval` turns dropout and stochastic depth off, as the released code does for fine-tuning."""
     ema: Share = 0.0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     compile: bool = False
@@ -154,16 +155,16 @@ class Recipe(Section):
     evaluate_every: Positive = 1
     """Epochs."""
     save_every: Positive = 500
-    """Steps between checkpoints; one is written after every evaluation too."""
+    """Steps between checkpoints; every evaluation writes one too."""
     keep: Positive = 2
-    """Checkpoints that stay."""
+    """Number of checkpoints to keep."""
     log_every: Positive = 50
     tensorboard: bool = False
 
     @model_validator(mode="before")
     @classmethod
     def _one_mask_rate(cls, values: Any) -> Any:
-        """Take an older recipe's `data.options.rate`, of test data alone, as `mask_rate`."""
+        """Read `data.options.rate` of older recipes, which was for test data only, as `mask_rate`."""
         data: Any = values.get("data") if isinstance(values, dict) else None
         options = data.get("options") if isinstance(data, dict) and data.get("name") in MASKED_DATA else None
         if not isinstance(options, dict) or "rate" not in options:
@@ -180,29 +181,18 @@ class Recipe(Section):
 
 def list_recipes() -> list[str]:
     """Names of the recipes that come with the package."""
-    folder = resources.files("ecoformer.training") / "recipes"
-    return sorted(
-        entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")
-    )
+    return sorted(file.name[:-5] for file in RECIPES.iterdir() if file.name.endswith(".yaml"))
 
 
-def load_recipe(source: str, changes: Iterable[str] = ()) -> Recipe:
-    """A recipe by name or file, with changes such as `optimiser.lr=1e-3`.
+def load_recipe(source: str | Path, changes: Iterable[str] = ()) -> Recipe:
+    """Load a recipe by name or file, with changes such as `optimiser.lr=1e-3`.
 
-    Another `attention.name` forgets the recipe's `attention.options`; set those after it.
+    A change of `attention.name` drops the recipe's `attention.options`; set those after it.
     """
     values = _read(source)
     for change in changes:
         _apply(values, change)
-    return checked(values, source)
-
-
-def changed(recipe: Recipe, changes: Iterable[str]) -> Recipe:
-    """A recipe with changes such as `data.root=/data/cifar`."""
-    values = recipe.model_dump(mode="json")
-    for change in changes:
-        _apply(values, change)
-    return checked(values, "with changes")
+    return check_recipe(values, str(source))
 
 
 def as_yaml(recipe: Recipe) -> str:
@@ -210,8 +200,22 @@ def as_yaml(recipe: Recipe) -> str:
     return str(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
 
 
-def checked(values: Mapping[str, Any], source: str) -> Recipe:
-    """Values as a recipe, or one line that says what is wrong with them."""
+def differences(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
+    """The old and the new value where two recipes differ, by dotted name."""
+    then, now = (_flat(recipe.model_dump(mode="json")) for recipe in (old, new))
+    both = {name: (then.get(name), now.get(name)) for name in sorted({*then, *now})}
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def check_recipe(values: Mapping[str, Any], source: str) -> Recipe:
+    """Validate values as a recipe; all problems are reported in one line."""
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
@@ -219,44 +223,34 @@ def checked(values: Mapping[str, Any], source: str) -> Recipe:
 
 
 def _problem(found: Any) -> str:
-    where = ".".join(map(str, found["loc"]))
-    if found["type"] == "extra_forbidden":
-        section = Recipe.model_fields if len(found["loc"]) == 1 else _fields(found["loc"][0])
-        close = difflib.get_close_matches(str(found["loc"][-1]), section, n=1)
-        hint = f", did you mean {close[0]}?" if close else f" (there are {', '.join(section)})"
-        return f"no such key: {where}{hint}"
+    where, given = ".".join(map(str, found["loc"])), found["input"]
     if found["type"] == "missing":
         return f"{where} is missing"
+    if found["type"] == "extra_forbidden":
+        fields: Any = Recipe.model_fields
+        for section in found["loc"][:-1]:
+            fields = getattr(fields[section].annotation, "model_fields", {})
+        close = difflib.get_close_matches(str(found["loc"][-1]), fields, n=1)
+        return f"no such key: {where}" + (
+            f", did you mean {close[0]}?" if close else f" (there are {', '.join(fields)})"
+        )
     message = found["msg"].removeprefix("Value error, ")
-    given = found["input"]
-    plain = not isinstance(given, (dict, BaseModel))
-    where += ": " if where else ""
-    return f"{where}{message[0].lower()}{message[1:]}" + (f", got {given!r}" if plain else "")
+    got = "" if isinstance(given, (dict, BaseModel)) else f", got {given!r}"
+    return f"{where}{': ' if where else ''}{message[0].lower()}{message[1:]}{got}"
 
 
-def _fields(section: Any) -> list[str]:
-    sections: dict[str, type[Section]] = {
-        "data": Data,
-        "model": Model,
-        "attention": Attention,
-        "optimiser": Optimiser,
-    }
-    sections |= {"schedule": Schedule, "augment": Augment, "hashing": Hashing, "teacher": Teacher}
-    return list(sections[str(section)].model_fields) if section in sections else []
-
-
-def _read(source: str) -> dict[str, Any]:
-    path = Path(source)
-    if path.suffix in (".yaml", ".yml"):
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no recipe file {source}")
-        with path.open(encoding="utf-8") as file:
-            text = file.read(MAX_LENGTH + 1)
-    elif source in list_recipes():
-        text = (resources.files("ecoformer.training") / "recipes" / f"{source}.yaml").read_text("utf-8")
-    else:
-        names = ", ".join(list_recipes())
-        raise ValueError(f"no recipe is called {source!r}: there are {names}, or name a .yaml file")
+def _read(source: str | Path) -> dict[str, Any]:
+    path: Any = Path(source)
+    if path.suffix not in (".yaml", ".yml"):
+        if source not in list_recipes():
+            raise ValueError(
+                f"no recipe is called {source!r}: there are {', '.join(list_recipes())}, or name a .yaml file"
+            )
+        path = RECIPES / f"{source}.yaml"
+    elif not path.is_file():
+        raise FileNotFoundError(f"there is no recipe file {source}")
+    with path.open(encoding="utf-8") as file:
+        text = file.read(MAX_LENGTH + 1)
     try:
         values = _parse(text)
     except yaml.YAMLError as error:
@@ -285,22 +279,22 @@ def _apply(values: dict[str, Any], change: str) -> None:
     if not sign or not all(key.split(".")):
         raise ValueError(f"--set takes key=value, such as optimiser.lr=1e-3, got {change!r}")
     *sections, last = key.split(".")
-    place = values
+    target: Any = values
     for name in sections:
-        if place.get(name) is None:
-            place[name] = {}
-        place = place[name]
-        if not isinstance(place, dict):
+        if target.get(name) is None:
+            target[name] = {}
+        target = target[name]
+        if not isinstance(target, dict):
             raise ValueError(f"--set {change}: {name} has no keys of its own")
     try:
         value = _parse(text)
     except yaml.YAMLError:
         raise ValueError(f"--set {key}: cannot read the value {text!r}") from None
-    # YAML takes 1e-3 for a word.
+    # YAML reads 1e-3 as a string.
     with contextlib.suppress(ValueError):
         value = float(value) if isinstance(value, str) else value
     if sections == ["schedule"] and last in ("epochs", "steps"):
-        place.pop("steps" if last == "epochs" else "epochs", None)
-    if sections == ["attention"] and last == "name" and value != place.get("name", "eco"):
-        place.pop("options", None)  # they are the other mechanism's
-    place[last] = value
+        target.pop("steps" if last == "epochs" else "epochs", None)
+    if sections == ["attention"] and last == "name" and value != target.get("name", "eco"):
+        target.pop("options", None)  # they belong to the other mechanism
+    target[last] = value

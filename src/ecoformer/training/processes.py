@@ -1,19 +1,21 @@
-"""The processes and devices of a run, which Accelerate looks after."""
+"""The processes and devices of a run, and how they divide the work."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from ecoformer.training.recipe import Recipe
 
 
 def make_accelerator(recipe: Recipe, device: str | None) -> Any:
-    """Accelerate, set up for a recipe; what an earlier run in this process had set is forgotten."""
+    """Set Accelerate up for a recipe, without settings of an earlier run in this process."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
@@ -30,11 +32,9 @@ def make_accelerator(recipe: Recipe, device: str | None) -> Any:
         step_scheduler_with_optimizer=False,
     )
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not is_sharded(accelerator):
-        raise ValueError(
-            "FSDP was asked for, but Accelerate splits weights over several GPUs only: launch without it"
-        )
+        raise ValueError("Accelerate runs FSDP on several GPUs only: launch without FSDP")
     if recipe.ema and is_sharded(accelerator):
-        raise ValueError(f"ema={recipe.ema} averages whole weights, but FSDP splits them: set ema=0")
+        raise ValueError(f"ema={recipe.ema} averages complete weights, but FSDP splits them: set ema=0")
     return accelerator
 
 
@@ -44,13 +44,13 @@ def is_sharded(accelerator: Any) -> bool:
 
 
 def is_first_process() -> bool:
-    """Whether this process is the one that prints and writes; known before any of them has met the others."""
+    """Whether this process prints and writes; known before the processes have met."""
     return os.environ.get("RANK", "0") == "0"
 
 
-@contextlib.contextmanager
+@contextmanager
 def one_process_first(device: str | None) -> Iterator[None]:
-    """The first process of a machine runs the context before the others, which find what it has left."""
+    """The first process of a machine runs the context before the others."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
         return
@@ -58,6 +58,30 @@ def one_process_first(device: str | None) -> Iterator[None]:
 
     with PartialState(cpu=_is_cpu(device)).local_main_process_first():
         yield
+
+
+def divide(recipe: Recipe, kind: str, accelerator: Any) -> tuple[int, int, dist.ProcessGroup | None]:
+    """Divide samples and tokens over the processes; `split_tokens` neighbours have the same samples.
+
+    Returns:
+        The index of this process among those with different samples, their number, and the processes that
+        share its samples, in the order of their tokens; None if each has samples of its own.
+    """
+    split, processes = recipe.split_tokens, accelerator.num_processes
+    if processes % split:
+        raise ValueError(
+            f"split_tokens={split} must divide the number of processes, {processes}: start {split} or a "
+            "multiple of that, or set split_tokens=1"
+        )
+    if split == 1:
+        return accelerator.process_index, processes, None
+    if kind == "images":
+        raise ValueError(
+            f"split_tokens={split} is for texts, but {recipe.data.name} holds images: set split_tokens=1"
+        )
+    shape = (processes // split, split)
+    mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("data", "tokens"))
+    return mesh.get_local_rank("data"), shape[0], mesh.get_group("tokens")
 
 
 def _is_cpu(device: str | None) -> bool:

@@ -1,0 +1,269 @@
+"""From samples to losses: which samples a step sees, what the model gets, and how its outputs are judged.
+
+Which samples a step sees depends on seed, epoch and step only, for any number of processes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from ecoformer.attention.splitting import stretch
+from ecoformer.data.augment import augment, plain
+from ecoformer.data.masking import mask_bytes
+from ecoformer.data.splits import IGNORED, Arrays, Images, Splits
+from ecoformer.training.recipe import Recipe
+
+Batch = tuple[Tensor, Tensor]
+
+
+def seed_of(*parts: int) -> int:
+    """A well-mixed seed that depends on all parts."""
+    return int(np.random.SeedSequence(list(parts)).generate_state(1, np.uint64)[0] >> 1)
+
+
+def seed_everything(*parts: int) -> None:
+    """Seed Python, NumPy and PyTorch."""
+    seed = seed_of(*parts)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  timm draws from the old generator
+    torch.manual_seed(seed)
+
+
+def _order(samples: int, seed: int, epoch: int) -> Tensor:
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed_of(seed, epoch)))
+
+
+class Loader:
+    """Training batches of an epoch for one of several processes.
+
+    Every process takes its slice of the same batch; processes that split tokens take the same slice. Samples
+    that do not fill a batch are left out of the epoch.
+    """
+
+    def __init__(
+        self, part: Arrays | Images, recipe: Recipe, device: torch.device, rank: int = 0, ranks: int = 1
+    ) -> None:
+        self.recipe, self.device, self.rank, self.ranks = recipe, device, rank, ranks
+        self.slices, self.slice = ranks // recipe.split_tokens, rank // recipe.split_tokens
+        share = self.slices * recipe.accumulate
+        among = f"{ranks} processes"
+        if recipe.split_tokens > 1:
+            among += f" / split_tokens={recipe.split_tokens}"
+        among += f" x accumulate={recipe.accumulate}"
+        if recipe.batch % share:
+            raise ValueError(f"batch={recipe.batch} must divide into {among}")
+        if len(part) < recipe.batch:
+            raise ValueError(f"batch={recipe.batch} is larger than the training data, {len(part)} samples")
+        images = isinstance(part, Images) or part.inputs.ndim == 4
+        if images and (recipe.augment.mixup or recipe.augment.cutmix) and recipe.batch // share % 2:
+            raise ValueError(
+                f"mixup and cutmix mix pairs, but batch={recipe.batch} over {among} leaves "
+                f"{recipe.batch // share} images each: make it even"
+            )
+        if min(recipe.hashing.samples, len(part)) < ranks:
+            raise ValueError(
+                f"hashing.samples={recipe.hashing.samples} leaves nothing for some of {ranks} processes"
+            )
+        self.part = part.to(device) if isinstance(part, Arrays) else part
+        self.steps = len(part) // recipe.batch
+
+    def epoch(self, epoch: int, start: int = 0) -> Generator[list[Batch], None, None]:
+        """Batches from step `start` on, each in `accumulate` parts."""
+        seed, count = self.recipe.seed, self.recipe.accumulate
+        used = _order(len(self.part), seed, epoch)[: self.steps * self.recipe.batch]
+        mine = used.view(self.steps, self.slices, count, -1)[start:, self.slice]
+        if isinstance(self.part, Arrays):
+            for step in mine.to(self.device):
+                yield [self.part.batch(index) for index in step]
+            return
+        parts = iter(_decoded(self.part, self.recipe, mine.flatten(0, 1), self.device, epoch, training=True))
+        try:
+            for _ in range(len(mine)):
+                yield [_moved(next(parts), self.device) for _ in range(count)]
+        except (ConnectionError, EOFError) as error:  # the worker died while it passed a batch on
+            raise RuntimeError(f"a DataLoader worker was lost ({error})") from error
+        finally:
+            if self.recipe.data.workers:
+                # PyTorch signals a lost worker again and again until the others have ended.
+                parts._shutdown_workers()
+
+    def samples(self, count: int, epoch: int) -> Batch:
+        """This process's share of `count` samples to fit hashers on, without augmentation."""
+        index = _order(len(self.part), self.recipe.seed + 1, epoch)[:count][self.rank :: self.ranks]
+        if isinstance(self.part, Arrays):
+            return self.part.batch(index)
+        alone = self.recipe.model_copy(update={"data": self.recipe.data.model_copy(update={"workers": 0})})
+        batches = _decoded(self.part, alone, index.unsqueeze(0), self.device, epoch, training=False)
+        return _moved(next(iter(batches)), self.device)
+
+
+def measured_batches(
+    part: Arrays | Images, recipe: Recipe, device: torch.device, rank: int = 0, ranks: int = 1
+) -> Iterator[Batch]:
+    """All test samples once, divided over the processes.
+
+    Processes meet in every batch, so each gets the same number; added samples have `IGNORED` targets.
+    """
+    size = recipe.eval_batch or recipe.batch
+    mine = torch.arange(rank, rank + len(part) + (-len(part)) % ranks, ranks)
+    rows = torch.split(mine.clamp(max=len(part) - 1), size)
+    if isinstance(part, Arrays):
+        batches: Any = map(part.batch, rows)
+    else:
+        batches = _decoded(part, recipe, rows, device, 0, training=False)
+    for batch, counted in zip(batches, torch.split(mine < len(part), size), strict=True):
+        inputs, targets = _moved(batch, device)
+        if not counted.all():
+            targets[~counted.to(device)] = IGNORED
+        yield inputs, targets
+
+
+def _moved(batch: Any, device: torch.device) -> Batch:
+    inputs, targets = batch
+    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+
+class Decoded(Dataset[tuple[Tensor, int]]):
+    """Decoded and transformed images; the draws for an image depend on seed, epoch and its index only."""
+
+    def __init__(self, part: Images, transform: Any, seed: int, epoch: int) -> None:
+        self.part, self.transform, self.seed, self.epoch = part, transform, seed, epoch
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        image, label = self.part[i]
+        seed_everything(self.seed, self.epoch, i)
+        return self.transform(image), label
+
+
+def _decoded(
+    part: Images, recipe: Recipe, rows: Any, device: torch.device, epoch: int, *, training: bool
+) -> Any:
+    """A `DataLoader` whose batches are the rows of indices."""
+    from timm.data import create_transform
+
+    a, workers = recipe.augment, recipe.data.workers
+    options: dict[str, Any] = {"input_size": a.size, "is_training": training, "mean": a.mean, "std": a.std}
+    if training:
+        options |= {"auto_augment": a.auto or None, "color_jitter": a.jitter or None}
+        options |= {"re_prob": a.erase, "re_mode": "pixel", "hflip": 0.5 if a.flip else 0.0}
+    else:
+        options["crop_pct"] = a.crop_share
+    return DataLoader(
+        Decoded(part, create_transform(**options), recipe.seed, epoch),
+        batch_sampler=[row.tolist() for row in rows],
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        prefetch_factor=4 if workers else None,
+    )
+
+
+class Task:
+    """How data become inputs and targets, and outputs a loss.
+
+    With a `group` that splits tokens, inputs are still complete: the model takes its rank's part. Targets of
+    tokens are this rank's; the class of a text is on every rank, and the first one counts it.
+    """
+
+    def __init__(self, recipe: Recipe, splits: Splits, group: dist.ProcessGroup | None = None) -> None:
+        self.recipe, self.kind, self.masked, self.group = recipe, splits.kind, splits.masked, group
+        self.per_token = splits.kind == "tokens"
+        self.counts = group is None or self.per_token or dist.get_rank(group) == 0
+        a = recipe.augment
+        self.pixels: dict[str, Any] = {"size": a.size, "mean": a.mean, "std": a.std}
+        self.mixup: Any = None
+        if splits.kind == "images" and (a.mixup or a.cutmix):
+            from timm.data import Mixup
+
+            make: Any = Mixup
+            alphas = {"mixup_alpha": a.mixup, "cutmix_alpha": a.cutmix}
+            self.mixup = make(**alphas, label_smoothing=recipe.smoothing, num_classes=splits.classes)
+
+    def training_batch(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Batch:
+        """Inputs and targets for training, augmented or masked with draws from `generator`."""
+        if self.kind == "images":
+            if not inputs.is_floating_point():
+                a = self.recipe.augment
+                inputs = augment(inputs, generator, **self.pixels, pad=a.pad, flip=a.flip, erase=a.erase)
+            mixed: Batch = self.mixup(inputs, targets) if self.mixup else (inputs, targets)
+            return mixed
+        if self.masked:
+            inputs, targets = mask_bytes(inputs, generator, rate=self.recipe.mask_rate)
+        return inputs.long(), self.mine(targets).long()
+
+    def test_batch(self, inputs: Tensor, targets: Tensor) -> Batch:
+        """Inputs and targets for testing."""
+        if self.kind != "images":
+            return inputs.long(), self.mine(targets).long()
+        return inputs if inputs.is_floating_point() else plain(inputs, **self.pixels), targets
+
+    def answer(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """The model's logits."""
+        logits: Tensor = model(*inputs.unbind(1)) if self.kind == "pairs" else model(inputs)
+        return logits
+
+    def mine(self, of_tokens: Tensor) -> Tensor:
+        """This rank's part of (B, N, ...), if targets belong to tokens that are split."""
+        if self.group is None or not self.per_token:
+            return of_tokens
+        return of_tokens[:, stretch(of_tokens.shape[1], self.group)]
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy with label smoothing; targets are classes, or class probabilities of mixup."""
+        if targets.is_floating_point():
+            return F.cross_entropy(logits.float(), targets)
+        total = _cross_entropy(logits, targets, self.recipe.smoothing)
+        return total / (targets != IGNORED).sum().clamp(min=1)  # a part of a batch may have no targets
+
+    def judge(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Correct answers, summed loss and number of targets of a test batch, (3,)."""
+        correct = (logits.argmax(-1) == targets) & (targets != IGNORED)
+        sums = (correct.sum(), _cross_entropy(logits, targets), (targets != IGNORED).sum())
+        return torch.stack([x.double() for x in sums]) * float(self.counts)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+    classes = logits.shape[-1]
+    return F.cross_entropy(
+        logits.reshape(-1, classes).float(),
+        targets.flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
+        label_smoothing=smoothing,
+    )
+
+
+def distillation_loss(logits: Tensor, taught: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """Mean Kullback-Leibler divergence from the teacher's softened outputs, over what has a target."""
+    if logits.ndim == 3:
+        asked = targets != IGNORED
+        logits, taught = logits[asked], taught[asked]
+    student = F.log_softmax(logits.float() / temperature, dim=-1)
+    teacher = F.log_softmax(taught.float() / temperature, dim=-1)
+    total = F.kl_div(student, teacher, reduction="sum", log_target=True)
+    return total / max(student.shape[:-1].numel(), 1) * temperature**2
+
+
+def check_targets(splits: Splits, data: str) -> None:
+    """Raise for targets outside the classes and for test data without targets."""
+    for name, part in (("training", splits.train), ("test", splits.test)):
+        targets = part.targets if isinstance(part, Arrays) else part.labels
+        asked = targets[targets != IGNORED]
+        if name == "test" and not len(asked):
+            raise ValueError(f"the test data of {data} have no targets: there is nothing to measure")
+        if len(asked) and not 0 <= int(asked.min()) <= int(asked.max()) < splits.classes:
+            raise ValueError(
+                f"the {name} data of {data} have targets from {int(asked.min())} to {int(asked.max())}, but "
+                f"classes={splits.classes} go from 0 to {splits.classes - 1}: correct one of them"
+            )

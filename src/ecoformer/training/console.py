@@ -1,0 +1,108 @@
+"""What users see of a run and how they stop it: progress, TensorBoard, signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+from typing_extensions import Self
+
+SAME_SIGNAL = 1.0
+"""Seconds within which a second signal repeats the first: a terminal and torchrun both send it."""
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed:.1f} steps/s" if task.speed else "")
+
+
+class Display:
+    """Progress on stderr: a bar on a terminal, and one line for each evaluation.
+
+    Args:
+        show: print anything at all.
+        board: folder for TensorBoard, or None.
+    """
+
+    def __init__(self, *, show: bool = True, board: Path | None = None) -> None:
+        self.show, self.console, self._folder = show, Console(stderr=True), board
+        self._describe: Callable[[str], None] = lambda text: None
+        self._board: Any = None
+        self._loss = ""
+
+    @contextmanager
+    def training(self, total: int, done: int) -> Iterator[Callable[[], None]]:
+        """Show a bar; call the function that is given once a step.
+
+        TensorBoard drops what an interrupted run logged after step `done`.
+        """
+        if self._folder is not None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ImportError("tensorboard=true needs TensorBoard: pip install tensorboard") from error
+            self._board = SummaryWriter(str(self._folder), purge_step=done + 1)
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+        hidden = not (self.show and self.console.is_terminal)
+        with Progress(
+            *columns, _Rate(), TimeRemainingColumn(), console=self.console, transient=True, disable=hidden
+        ) as bar:
+            task = bar.add_task("training", total=total, completed=done)
+            self._describe = lambda text: bar.update(task, description=text)
+            try:
+                yield lambda: bar.advance(task)
+            finally:
+                if self._board is not None:
+                    self._board.close()
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Show one record of the metrics."""
+        if self._board is not None:
+            for name, value in record.items():
+                if isinstance(value, float):
+                    self._board.add_scalar(f"{record['split']}/{name}", value, record["step"])
+        if record["split"] == "train":
+            self._loss = f"{record['loss']:.4f}"
+            self._describe(f"training, loss {self._loss}")
+        elif self.show:
+            text = "epoch {epoch:g}: accuracy {accuracy:.2%}, test loss {loss:.4f}".format(**record)
+            self.console.print(text + (f", training loss {self._loss}" if self._loss else ""))
+
+
+class Interrupts:
+    """Context in which the first Ctrl-C or SIGTERM sets `asked`, and the second ends the process."""
+
+    def __init__(self, *, show: bool = False) -> None:
+        self.asked, self.show = False, show
+        self._since, self._process = 0.0, os.getpid()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # other threads may not set handlers
+            self._before = {n: signal.signal(n, self._ask) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.asked:
+            self.asked, self._since = True, now
+            if self.show and os.getpid() == self._process:  # DataLoader workers inherit the handler
+                os.write(2, b"\necoformer: stopping after this step and saving; once more ends at once\n")
+        elif now - self._since >= SAME_SIGNAL:
+            self.__exit__()
+            os.kill(os.getpid(), number)
