@@ -150,10 +150,10 @@ def test_energy_tables(tmp_path):
     assert energy_table(path) == EnergyTable("own", {"mul": 1, "add": 0}, "me")
     for content, message in (
         ("[1]", "must hold a JSON object"),
-        ("{", "is no JSON"),
+        ("{", "is not valid JSON"),
         ('{"mul": 1}', "lacks 'add'"),
         ('{"mul": 1, "add": -1}', "add must be a number >= 0"),
-        ('{"mul": 1, "add": 1, "mull": 1}', "names 'mull'"),
+        ('{"mul": 1, "add": 1, "mull": 1}', "has 'mull'"),
         ('{"pj": 3}', "pj must be an object"),
     ):
         path.write_text(content)

@@ -23,10 +23,13 @@ def test_the_readme_quotes_what_is_saved_against_the_model_as_it_is():
 
 def test_softmax_over_all_tokens_is_said_to_be_dearer_than_the_model(run):
     out = run("cost", "pvt_v2_b0", "--compare", "softmax,eco", "--resolution", "64")[1]
-    assert "softmax is that over all tokens: as it is, the model takes " in out
+    assert "softmax attends to all tokens; the model as it is takes " in out
     for more in (("native,softmax,eco",), ("eco",)):
-        assert "over all tokens" not in run("cost", "pvt_v2_b0", "--compare", *more, "--resolution", "64")[1]
-    assert "over all tokens" not in run("cost", "vit_tiny_patch16_224", "--compare", "softmax,eco")[1]
+        assert (
+            "attends to all tokens"
+            not in run("cost", "pvt_v2_b0", "--compare", *more, "--resolution", "64")[1]
+        )
+    assert "to all tokens" not in run("cost", "vit_tiny_patch16_224", "--compare", "softmax,eco")[1]
 
 
 def test_small_models_are_counted_in_millions(run, tmp_path):

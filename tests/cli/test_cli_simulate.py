@@ -61,7 +61,7 @@ def test_models_side_by_side(cli, facts):
     assert both["eco"]["macs"] < both["softmax"]["macs"]
     assert "softmax" in both["eco"]["not_simulated"]
     _, out, _ = cli("model", "pvt_v2_b0", "--compare", "softmax,eco", "--resolution", "64")
-    assert "in no figure: normalisation, activations, softmax" in out
+    assert "not simulated: normalisation, activations, softmax" in out
 
 
 def test_a_model_as_it_is_beside_others(facts):
@@ -75,7 +75,7 @@ def test_a_model_its_parts_and_what_is_left_out(cli):
     status, out, _ = cli("model", "pvt_v2_b0", "--attention", "eco", "--resolution", "64", "--batch", "2")
     assert status == 0
     assert all(f"\n{part}" in out for part in ("attention", "ffn", "other"))
-    assert "in no figure: normalisation" in out
+    assert "not simulated: normalisation" in out
     assert "not counted" not in out
     _, out, _ = cli("model", "swin_tiny_patch4_window7_224")
     assert "not counted (Native): layers.0.blocks.0.attn (WindowAttention), " in out
@@ -147,8 +147,8 @@ def test_pictures(cli, tmp_path, arguments):
         ),
         (("layer", "--sweep", "tokens=1,x"), "got 'tokens=1,x'"),
         (("layer", "--compare", "softmax,nope"), "no attention is named 'nope'"),
-        (("layer", "--compare", ","), "--compare takes names between commas"),
-        (("layer", "--array", "none.json"), "--array takes a JSON file, and there is no file none.json"),
+        (("layer", "--compare", ","), "--compare takes names"),
+        (("layer", "--array", "none.json"), "none.json"),
         (("layer", "--sweep", "tokens=0"), "whole numbers from 1, got 'tokens=0'"),
         (("layer", "--figure", "a.gif"), "a.gif must end in .png, .svg, .pdf"),
         (("model", "pvt_v2_b9"), "neither a file, nor a folder, nor a timm model"),
@@ -175,4 +175,4 @@ def test_an_array_that_is_no_json(cli, tmp_path):
     (tmp_path / "array.json").write_text("{")
     status, _, err = cli(*CONV, "--array", str(tmp_path / "array.json"))
     assert status == 1
-    assert "is no JSON" in err
+    assert "is not valid JSON" in err

@@ -138,7 +138,7 @@ def test_rows_of_result_files(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not valid JSON"),
         ("3", "must hold an object or a list of objects"),
         ("[]", "must hold an object or a list of objects"),
         (

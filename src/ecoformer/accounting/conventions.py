@@ -1,6 +1,6 @@
 """What one ATen operator costs: the conventions of the exact accounting.
 
-Arithmetic; n is the number of output elements unless said otherwise:
+Arithmetic; n is the number of output elements unless stated otherwise:
 - matrix products and convolutions: M N K mul and M N K add; a bias is one add an output;
 - mul, div, reciprocal: n mul; add, sub: n add (with `alpha` other than 1 also n mul);
 - sum, cumsum: one add an input; mean: also one mul an output;
@@ -33,7 +33,7 @@ Traffic in bytes: every tensor operand is read once and every output is written 
 - Views and metadata are free. Copies (clone, cat, pad, casts) and fills move bytes and do nothing else.
 - Attention is one fused operator: its scores never reach memory.
 
-The tables below list every operator that is known: what is not there has to be reported, never skipped.
+The tables below list every operator with a rule. Others are reported as uncounted, never skipped.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from ecoformer.operations import Counts, mac
 
 @dataclass(frozen=True)
 class Operation:
-    """One call of an operator: arguments under the names of its schema, and what it gave."""
+    """One call of an operator: its arguments by name, and its outputs."""
 
     name: str
     args: Mapping[str, Any]
@@ -71,7 +71,7 @@ class Operation:
 
     @property
     def in_place(self) -> bool:
-        """Whether the operand `self` is what was written."""
+        """Whether the operator writes to its operand `self`."""
         return self.args.get("self") is self.outputs[0]
 
 
@@ -79,7 +79,7 @@ Rule = Callable[[Operation], Counts]
 
 
 def cost_of(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Counts | None:
-    """What this call costs, or None if the operator is not known."""
+    """What this call costs, or None if the operator has no rule."""
     name = name_of(func)
     if name in FREE:
         return Counts()
@@ -95,7 +95,7 @@ def cost_of(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
 
 @cache
 def _signature(func: OpOverload) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Names of all arguments, and the defaults of those that have one."""
+    """Names of all arguments, and their defaults."""
     schema = func._schema.arguments
     defaults = {arg.name: arg.default_value for arg in schema if arg.has_default_value()}
     return tuple(arg.name for arg in schema), defaults
@@ -103,7 +103,7 @@ def _signature(func: OpOverload) -> tuple[tuple[str, ...], dict[str, Any]]:
 
 @cache
 def name_of(func: OpOverload) -> str:
-    """The operator without its overload; one that works in place is called like its twin that does not."""
+    """The operator without its overload; in-place operators share the name of their twins."""
     name: str = func._opname
     name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
     return f"{func.namespace}.{name}"
@@ -119,7 +119,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def read(value: Any) -> int:
-    """Bytes to be read of an operand: elements that a view repeats are read once, scalars not at all."""
+    """Bytes read of an operand: elements that a view repeats are read once, scalars not at all."""
     total = 0
     for tensor in tensors(value):
         if tensor.ndim and tensor.numel():
@@ -130,7 +130,7 @@ def read(value: Any) -> int:
 
 
 def written(*outputs: Tensor) -> int:
-    """Bytes to be written."""
+    """Bytes written."""
     return sum(out.numel() * out.element_size() for out in outputs if out.ndim)
 
 
@@ -144,7 +144,7 @@ def _first_output(op: Operation) -> int:
 
 
 def _overwritten(op: Operation) -> int:
-    """A fill or a copy into `self`, which gives a shape or a place and is not read."""
+    """A fill or a copy: `self` gives the shape or the memory and is not read."""
     return read(op.args.get("src")) + written(*op.outputs)
 
 
@@ -163,13 +163,13 @@ def _scattered(op: Operation) -> int:
 
 
 def each(**kinds: int) -> Rule:
-    """So many operations of each kind for every output element."""
+    """A number of operations of each kind per output element."""
     one = Counts(**kinds)
     return lambda op: one * op.n
 
 
 def each_input(**kinds: int) -> Rule:
-    """So many operations of each kind for every input element."""
+    """A number of operations of each kind per input element."""
     one = Counts(**kinds)
     return lambda op: one * op.inputs
 
@@ -220,7 +220,7 @@ def _sort(op: Operation) -> Counts:
 
 
 def softmax_counts(n: int) -> Counts:
-    """Softmax over rows of n numbers in all."""
+    """Softmax of n numbers in total, in any rows."""
     return Counts(compare=n, add=2 * n, exp=n, mul=n)
 
 
@@ -234,7 +234,7 @@ def _logsumexp(op: Operation) -> Counts:
 
 
 def normalisation_counts(n: int, rows: int, weight: bool, bias: bool) -> Counts:
-    """Layer or group normalisation of n numbers in all, in so many rows."""
+    """Layer or group normalisation of n numbers in total, in `rows` rows."""
     return Counts(mul=2 * n + 2 * rows + weight * n, add=3 * n + rows + bias * n, exp=rows)
 
 
@@ -291,7 +291,7 @@ def _scatter(op: Operation) -> Counts:
 
 
 def attention_counts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Counts:
-    """Attention of any kernel, without its traffic."""
+    """Fused attention without its traffic, whichever kernel runs."""
     pairs = math.prod(q.shape[:-1]) * k.shape[-2]
     is_bool = mask is not None and mask.dtype == torch.bool
     masking = Counts() if mask is None else Counts(compare=pairs) if is_bool else Counts(add=pairs)

@@ -1,4 +1,4 @@
-"""Energy tables: picojoules an operation, each with its source."""
+"""Energy tables: picojoules per operation, with their sources."""
 
 from __future__ import annotations
 
@@ -23,22 +23,17 @@ class EnergyTable:
     def __post_init__(self) -> None:
         unknown = [kind for kind in self.pj if kind not in KINDS]
         if unknown:
-            raise ValueError(
-                f"energy table {self.name!r} names {unknown[0]!r}; it may hold {', '.join(KINDS)}"
-            )
+            raise ValueError(f"energy table {self.name!r} has {unknown[0]!r}; known are {', '.join(KINDS)}")
         missing = [kind for kind in ("mul", "add") if kind not in self.pj]
         if missing:
             raise ValueError(f"energy table {self.name!r} lacks {missing[0]!r}")
         for kind, value in self.pj.items():
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, (int, float))
-                or not 0 <= value < float("inf")
-            ):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not 0 <= value < float("inf"):
                 raise ValueError(f"energy table {self.name!r}: {kind} must be a number >= 0, got {value!r}")
 
     def energy_pj(self, counts: Counts) -> float:
-        """Energy of these operations; kinds that the table does not price are free."""
+        """Energy of these operations; kinds without a price are free."""
         return float(sum(self.pj.get(kind, 0.0) * number for kind, number in counts.to_dict().items()))
 
 
@@ -52,7 +47,7 @@ _TABLES = {
     "fp32-45nm-sram": EnergyTable(
         "fp32-45nm-sram",
         {"mul": 3.7, "add": 0.9, "shift": 0.13, "bytes": 1.25},
-        f"{_HOROWITZ}: as fp32-45nm, and 10 pJ for 64 bits read from an 8 KB SRAM, whichever way they go",
+        f"{_HOROWITZ}: as fp32-45nm, and 10 pJ for 64 bits of an 8 KB SRAM, read or written",
     ),
     "fp32-45nm-dram": EnergyTable(
         "fp32-45nm-dram",
@@ -85,16 +80,15 @@ def energy_table(table: str | PathLike[str] | Mapping[str, Any] | EnergyTable) -
     if isinstance(table, str) and table in _TABLES:
         return _TABLES[table]
     path = Path(table)
-    if path.suffix == ".json" and not path.is_file():
-        raise FileNotFoundError(f"energy: there is no file {path}")
     if not path.is_file():
-        raise ValueError(
-            f"energy must be one of {', '.join(list_energy_tables())} or a JSON file, got {str(table)!r}"
-        )
+        if path.suffix == ".json":
+            raise FileNotFoundError(f"energy: there is no file {path}")
+        known = ", ".join(list_energy_tables())
+        raise ValueError(f"energy must be one of {known} or a JSON file, got {str(table)!r}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"energy table {path} is no JSON: {error}") from error
+        raise ValueError(f"energy table {path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"energy table {path} must hold a JSON object, got {type(content).__name__}")
     return _from_mapping(content, path.stem)

@@ -1,4 +1,4 @@
-"""The ledger: what each layer of a model costs, and the whole."""
+"""The ledger: what each layer of a model costs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ecoformer.running import NOT_TAKEN, not_taken
 
 Accounting = Literal["paper", "exact"]
 Backend = Literal["eager", "cpu"]
-"""Backends whose work the exact accounting knows."""
+"""Backends that the exact accounting can count."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,8 @@ class Row:
 class Ledger:
     """What a model costs, layer by layer.
 
-    `uncounted` are layers that no rule is known for. `backend` is the one whose work is counted, None where
-    the accounting knows of none; `refused` are hashed layers that it does not compute, and why: they count
-    as on the eager path.
+    `uncounted` are layers without a rule. `backend` is the one that is counted, None in the paper's
+    accounting; `refused` are hashed layers that the backend does not compute, and why: they count as eager.
     """
 
     model: str
@@ -70,10 +69,9 @@ class Ledger:
         return {part: self.energy.energy_pj(self.of(part)) / total for part in PARTS}
 
     def summary(self) -> dict[str, Any]:
-        """One flat row: totals, energy, attention's share of it, and how many layers are not counted."""
-        share, unknown = self.shares()["attention"], len(self.uncounted)
-        energy = {"energy_pj": self.energy_pj, "attention_share": share}
-        return self.total.to_dict() | energy | {"uncounted": unknown}
+        """One flat row: totals, energy, attention's share of it, and the number of layers not counted."""
+        energy = {"energy_pj": self.energy_pj, "attention_share": self.shares()["attention"]}
+        return self.total.to_dict() | energy | {"uncounted": len(self.uncounted)}
 
     def to_dict(self) -> dict[str, Any]:
         """Totals, shares and layers."""
@@ -84,28 +82,22 @@ class Ledger:
             "energy": {"name": self.energy.name, "pj": dict(self.energy.pj), "source": self.energy.source},
             "total": self.total.to_dict() | {"energy_pj": self.energy_pj},
             "shares": self.shares(),
-            "layers": [
-                {"name": row.name, "kind": row.kind, "part": row.part}
-                | row.counts.to_dict()
-                | {"energy_pj": self.energy.energy_pj(row.counts)}
-                for row in self.rows
-            ],
+            "layers": [self._flat(row) for row in self.rows],
             "uncounted": list(self.uncounted),
             "refused": list(self.refused),
         }
 
     def to_json(self) -> str:
-        """`to_dict` as JSON."""
+        """The content of `to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     def to_csv(self) -> str:
-        """One line a layer."""
+        """One line per layer."""
         text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["name", "kind", "part", *KINDS, "energy_pj"])
-        for row in self.rows:
-            counts = row.counts.to_dict().values()
-            writer.writerow([row.name, row.kind, row.part, *counts, self.energy.energy_pj(row.counts)])
+        names = ["name", "kind", "part", *KINDS, "energy_pj"]
+        writer = csv.DictWriter(text, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self._flat(row) for row in self.rows)
         return text.getvalue()
 
     def __str__(self) -> str:
@@ -126,9 +118,13 @@ class Ledger:
         return "\n".join([head, *table, *(f"{what}: {', '.join(names)}" for what, names in self.notes())])
 
     def notes(self) -> list[tuple[str, tuple[str, ...]]]:
-        """What the figures leave out, or count otherwise than was asked, and of which layers."""
+        """Layers that are not counted, or not on the backend that was asked for."""
         found = (("not counted", self.uncounted), ("counted as eager", self.refused))
         return [(what, names) for what, names in found if names]
+
+    def _flat(self, row: Row) -> dict[str, Any]:
+        own = {"name": row.name, "kind": row.kind, "part": row.part}
+        return own | row.counts.to_dict() | {"energy_pj": self.energy.energy_pj(row.counts)}
 
     def _line(self, name: str, kind: str, counts: Counts, used: list[str]) -> list[str]:
         numbers = [f"{getattr(counts, key):,}" for key in used]
@@ -150,12 +146,11 @@ def cost(
     Args:
         model: any module, converted or not; hash functions need not be fitted.
         input_size: the input's shape, such as (1, 3, 224, 224); or an input; or keyword arguments.
-        accounting: "paper" counts what the paper's tables count; "exact" everything that is executed, memory
-            traffic included, each operator put down to the module that called it.
+        accounting: "paper" counts what the paper's tables count; "exact" counts everything that is executed,
+            memory traffic included, each operator under the module that calls it.
         energy: a table's name, a JSON file, or picojoules by kind of operation.
-        backend: what computes hashed attention, for exact accounting alone. "eager", which None means, are
-            PyTorch's single steps; "cpu" the kernels that add by buckets and tables. Layers that these do not
-            compute are counted as eager.
+        backend: what computes hashed attention, for exact accounting only: "eager" (the default) for single
+            steps of PyTorch, "cpu" for the CPU kernels. Layers that these do not compute count as eager.
     """
     check_accounting(accounting, backend)
     table = energy_table(energy)
@@ -185,7 +180,7 @@ def cost(
 
 
 def check_accounting(accounting: str, backend: str | None) -> None:
-    """Refuse an unknown accounting or backend, and a backend where none is asked about."""
+    """Refuse an unknown accounting or backend, and a backend in the paper's accounting."""
     if accounting not in ("paper", "exact"):
         raise ValueError(f'accounting must be "paper" or "exact", got {accounting!r}')
     if backend is None:
@@ -194,5 +189,5 @@ def check_accounting(accounting: str, backend: str | None) -> None:
         raise ValueError(f'backend must be "eager" or "cpu", got {backend!r}')
     if accounting == "paper":
         raise ValueError(
-            f'the paper counts no backend: leave backend={backend!r} out, or take accounting="exact"'
+            f'backend={backend!r} needs accounting="exact": the paper\'s accounting has no backends'
         )

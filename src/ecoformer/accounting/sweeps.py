@@ -1,4 +1,4 @@
-"""Sweeps: what a model costs while one setting changes."""
+"""Sweeps: what a model costs as one setting varies."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from ecoformer.attention.registry import no_setting, settings_of
 from ecoformer.conversion import convert
 
 NATIVE = "native"
-"""A model as it is, as recipes call it."""
+"""The name of a model as it is, as in recipes."""
 INPUTS = ("resolution", "tokens")
-"""Parameters of the input; all others are settings of a mechanism."""
+"""Parameters of the input; all others are settings of mechanisms."""
 SYNONYMS = {"m": "support"}
 """The paper's letters for settings of mechanisms."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One value of the parameter, one mechanism, and what the model costs there.
-
-    `mechanism` is None for a model that was taken as it is.
-    """
+    """One value of the parameter, one mechanism (None for the model as it is), and the cost there."""
 
     parameter: str
     value: Any
     mechanism: str | None
     ledger: Ledger
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """The value and the mechanism."""
+        return {self.parameter: self.value, "attention": self.mechanism or NATIVE}
+
     def to_dict(self) -> dict[str, Any]:
         """One flat row: value, mechanism, and the ledger's summary."""
-        where = {self.parameter: self.value, "attention": self.mechanism or NATIVE}
-        return where | self.ledger.summary()
+        return self.about | self.ledger.summary()
 
 
 def sweep(
@@ -56,16 +57,16 @@ def sweep(
     """What a model costs for each mechanism and each value of one parameter.
 
     Args:
-        build: makes the model; it is called anew for every point. On the meta device it needs no memory.
-        parameter: "resolution" (the image is so high and wide), "tokens" (the text is so long), or an
-            argument of the mechanisms, such as "bits" or "support" (the paper's "m", which is accepted too).
+        build: returns a new model for every point. On the meta device it needs no memory.
+        parameter: "resolution" (height and width of the image), "tokens" (length of the text), or an argument
+            of the mechanisms, such as "bits" or "support" (also "m", as in the paper).
         values: its values.
-        mechanisms: the model is converted to each of them in turn; None takes it as it is.
+        mechanisms: the model is converted to each of them in turn; None leaves it as it is.
         settings: other arguments of the mechanisms, the same at every point.
-        example: the input, where the parameter is not one of the input: its shape, or a tensor of tokens.
-        accounting: as `cost` takes it.
-        energy: as `cost` takes it.
-        backend: as `cost` takes it.
+        example: the input if the parameter is a setting: its shape, or a tensor of tokens.
+        accounting: see `cost`.
+        energy: see `cost`.
+        backend: see `cost`.
 
     Returns:
         One point for each mechanism and value, mechanism by mechanism.
@@ -116,5 +117,6 @@ def _check(
             having = [name for name in list_attentions() if parameter in settings_of(name)]
             if not having:
                 raise ValueError(no_setting(parameter, [mechanism]))
-            known = f"mechanisms that have it: {', '.join(having)}"
-            raise ValueError(f"{parameter!r} is no setting of {mechanism}; {known}")
+            raise ValueError(
+                f"{parameter!r} is not a setting of {mechanism}; mechanisms with it: {', '.join(having)}"
+            )

@@ -9,7 +9,13 @@ from .array import pair, whole
 
 __all__ = ["Convolution", "FullyConnected", "Op", "Work"]
 
-_QUANTISE = "bits start at 1 (a code); quantise the operands and pass their width"
+
+def _check(op: Any, sizes: tuple[str, ...]) -> None:
+    for name in sizes:
+        object.__setattr__(op, name, whole(name, getattr(op, name)))
+    for name in ("activation_bits", "weight_bits"):
+        remedy = "bits start at 1 (a code); quantise the operands and pass their width"
+        object.__setattr__(op, name, whole(name, getattr(op, name), remedy=remedy))
 
 
 @dataclass(frozen=True)
@@ -26,10 +32,7 @@ class FullyConnected:
     weight_bits: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("rows", "inputs", "outputs"):
-            object.__setattr__(self, name, whole(name, getattr(self, name)))
-        for name in ("activation_bits", "weight_bits"):
-            object.__setattr__(self, name, whole(name, getattr(self, name), remedy=_QUANTISE))
+        _check(self, ("rows", "inputs", "outputs"))
 
     @property
     def macs(self) -> int:
@@ -72,12 +75,9 @@ class Convolution:
     weight_bits: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("batch", "in_channels", "out_channels", "height", "width", "groups"):
-            object.__setattr__(self, name, whole(name, getattr(self, name)))
+        _check(self, ("batch", "in_channels", "out_channels", "height", "width", "groups"))
         for name, least in (("kernel", 1), ("stride", 1), ("padding", 0), ("dilation", 1)):
             object.__setattr__(self, name, pair(name, getattr(self, name), least))
-        for name in ("activation_bits", "weight_bits"):
-            object.__setattr__(self, name, whole(name, getattr(self, name), remedy=_QUANTISE))
         for name in ("in_channels", "out_channels"):
             if getattr(self, name) % self.groups:
                 raise ValueError(

@@ -54,8 +54,7 @@ class EnergyParts(NamedTuple):
         return sum(self[2:])
 
 
-@dataclass(frozen=True)
-class Tiling:
+class Tiling(NamedTuple):
     """The chosen schedule."""
 
     rows: int
@@ -73,10 +72,6 @@ class Tiling:
     output_bits: int
     repeats: int = 1
     """How often all of this is repeated: groups of a convolution that do not run together."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The schedule, for JSON."""
-        return vars(self) | {"trips": list(self.trips), "order": list(self.order)}
 
 
 @dataclass(frozen=True)
@@ -133,7 +128,7 @@ class Result(Total):
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""
-        own = {"utilisation": self.utilisation, "op": self.op.to_dict(), "tiling": self.tiling.to_dict()}
+        own = {"utilisation": self.utilisation, "op": self.op.to_dict(), "tiling": self.tiling._asdict()}
         return super().to_dict() | own
 
 

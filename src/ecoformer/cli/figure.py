@@ -10,8 +10,7 @@ import typer
 from ecoformer.accounting import cost
 from ecoformer.accounting.sweeps import sweep as swept_costs
 from ecoformer.bitfusion import attention_layer, printed_table, printed_work, simulate_all, simulate_model
-from ecoformer.cli.settings import names_in
-from ecoformer.cli.simulated import built_model, swept
+from ecoformer.cli.settings import counted_model, names_in, swept
 from ecoformer.report.figures import accuracy_figure, bitfusion_figure, shares_figure, sweep_figure
 from ecoformer.report.rows import accuracy_rows, file_rows, printed_rows
 from ecoformer.report.style import check_target, readable, save
@@ -47,7 +46,7 @@ def shares(
     kind: Any = accounting  # `cost` checks it
     for mechanism in names_in(compare, "--compare"):
         for name in names_in(models, "--models"):
-            model, example = built_model(name, mechanism, batch=1, resolution=resolution)
+            model, example = counted_model(name, mechanism, batch=1, resolution=resolution)
             ledger = cost(model, example, accounting=kind, energy=energy)
             _check_complete(mechanism, ledger.uncounted, accounting)
             counts = {part: ledger.of(part) for part in ("attention", "ffn", "other")}
@@ -85,7 +84,7 @@ def sweep(
     points = [about[parameter] for about, _ in swept(values, {parameter: 1})]
     kind: Any = accounting  # `cost` checks it
     found = swept_costs(
-        lambda: built_model(model, None, batch=1)[0],
+        lambda: counted_model(model, None, batch=1)[0],
         parameter,
         points,
         mechanisms=names_in(compare, "--compare"),
@@ -150,7 +149,7 @@ def bitfusion(
     else:
         bars = {
             readable(name): simulate_model(
-                *built_model(what, name, batch=batch or 1, resolution=resolution)
+                *counted_model(what, name, batch=batch or 1, resolution=resolution)
             ).total
             for name in names
         }

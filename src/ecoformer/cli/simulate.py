@@ -18,20 +18,11 @@ from ecoformer.bitfusion import (
     printed_table,
     printed_work,
     simulate_all,
+    simulate_model,
 )
 from ecoformer.bitfusion import simulate as simulate_op
-from ecoformer.bitfusion.model import simulate_model
-from ecoformer.cli.settings import mechanisms_in, names_in
-from ecoformer.cli.simulated import (
-    Run,
-    built_model,
-    draw,
-    show,
-    show_model,
-    show_table,
-    swept,
-    target,
-)
+from ecoformer.cli.settings import counted_model, mechanisms_in, names_in, swept
+from ecoformer.cli.simulated import Run, draw, show, show_model, show_table, target
 from ecoformer.report.style import readable
 
 simulate = typer.Typer(
@@ -39,16 +30,20 @@ simulate = typer.Typer(
 )
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Bits = Annotated[str, typer.Option(help="Bits of activations and weights.")]
-Array = Annotated[Path | None, typer.Option(help="A JSON file of the array's settings; the paper's without.")]
-Picture = Annotated[
-    Path | None,
-    typer.Option("--figure", help="Draw where time and energy go: .png, .svg or .pdf.", callback=target),
-]
 CodeBits = Annotated[
     int | None,
     typer.Option(help="Bits that move one bit of a code. Default: as activations, as in the paper.", min=1),
 ]
-Compare = Annotated[str | None, typer.Option(help="Mechanisms side by side: `softmax,eco`.")]
+Array = Annotated[
+    Path | None, typer.Option(help="A JSON file with settings of the array. Default: the paper's.")
+]
+Picture = Annotated[
+    Path | None,
+    typer.Option("--figure", help="Draw where time and energy go: .png, .svg or .pdf.", callback=target),
+]
+Compare = Annotated[
+    str | None, typer.Option(help="Mechanisms side by side: `softmax,eco`; of a model also `native`.")
+]
 
 
 @simulate.command()
@@ -67,12 +62,10 @@ def fc(
     Example: `ecoformer simulate fc --rows 16 --inputs 32 --outputs 3136 --bits 8x8 --json`
     """
     chosen, widths = _array(array), _bits(bits)
-    runs = []
-    for about, sizes in swept(sweep, {"rows": rows, "inputs": inputs, "outputs": outputs}):
-        result = simulate_op(
-            FullyConnected(**sizes, activation_bits=widths[0], weight_bits=widths[1]), chosen
-        )
-        runs.append(Run(about, result, result.to_dict()))
+    runs = [
+        Run(about, simulate_op(FullyConnected(**sizes, **widths), chosen))
+        for about, sizes in swept(sweep, {"rows": rows, "inputs": inputs, "outputs": outputs})
+    ]
     draw(runs, figure)
     show(runs, as_json, many=sweep is not None)
 
@@ -84,7 +77,7 @@ def conv(
     resolution: Annotated[int, typer.Option(help="Height and width of the input.")],
     kernel: Annotated[int, typer.Option(help="Height and width of the kernel.")] = 3,
     stride: Annotated[int, typer.Option(help="Stride along both axes.")] = 1,
-    padding: Annotated[int | None, typer.Option(help="Zeros around; without, half the kernel.")] = None,
+    padding: Annotated[int | None, typer.Option(help="Zeros on each side. Default: half the kernel.")] = None,
     dilation: Annotated[int, typer.Option(help="Distance of the kernel's taps.")] = 1,
     groups: Annotated[int, typer.Option(help="Groups of channels; as many as channels: depth-wise.")] = 1,
     batch: Annotated[int, typer.Option(help="Samples.")] = 1,
@@ -98,25 +91,15 @@ def conv(
 
     Example: `ecoformer simulate conv --in-channels 128 --out-channels 128 --resolution 56 --groups 128`
     """
-    chosen, widths, runs = _array(array), _bits(bits), []
+    chosen, runs = _array(array), []
     around = kernel // 2 * dilation if padding is None else padding
+    same = {"kernel": kernel, "stride": stride, "padding": around, "dilation": dilation, "groups": groups}
     for about, sizes in swept(sweep, {"resolution": resolution, "batch": batch}):
+        side = sizes["resolution"]
         op = Convolution(
-            sizes["batch"],
-            in_channels,
-            out_channels,
-            height=sizes["resolution"],
-            width=sizes["resolution"],
-            kernel=kernel,
-            stride=stride,
-            padding=around,
-            dilation=dilation,
-            groups=groups,
-            activation_bits=widths[0],
-            weight_bits=widths[1],
+            sizes["batch"], in_channels, out_channels, height=side, width=side, **same, **_bits(bits)
         )
-        result = simulate_op(op, chosen)
-        runs.append(Run(about, result, result.to_dict()))
+        runs.append(Run(about, simulate_op(op, chosen)))
     draw(runs, figure)
     show(runs, as_json, many=sweep is not None)
 
@@ -133,15 +116,15 @@ def layer(
     figure: Picture = None,
     as_json: AsJson = False,
 ) -> None:
-    """A whole attention layer of the paper's first stage: 32 channels, one head.
+    """An attention layer of the paper's first stage: 32 channels, one head.
 
     Example: `ecoformer simulate layer eco --sweep tokens=196,784,3136`
     """
-    names, chosen, runs = names_in(compare, "--compare") or [attention], _array(array), []
-    for name in names:
+    chosen, runs = _array(array), []
+    for name in names_in(compare, "--compare") or [attention]:
         for about, sizes in swept(sweep, {"batch": batch, "tokens": tokens}):
-            total = simulate_all(attention_layer(name, code_bits=code_bits, **sizes), chosen)
-            runs.append(Run({"attention": name} | about, total, total.to_dict()))
+            work = attention_layer(name, code_bits=code_bits, **sizes)
+            runs.append(Run({"attention": name} | about, simulate_all(work, chosen)))
     draw(runs, figure)
     show(runs, as_json, many=sweep is not None or compare is not None)
 
@@ -149,15 +132,12 @@ def layer(
 @simulate.command()
 def model(
     name: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A timm model's name, a checkpoint, a folder.")
+        str, typer.Argument(metavar="MODEL", help="A timm model's name, a checkpoint, or a folder.")
     ],
     attention: Annotated[
-        str | None, typer.Option(help="Convert it first; without, the model is taken as it is.")
+        str | None, typer.Option(help="Convert the model first. Default: simulate it as it is.")
     ] = None,
-    compare: Annotated[
-        str | None,
-        typer.Option(help="Mechanisms side by side: `softmax,eco`; `native` is the model as it is."),
-    ] = None,
+    compare: Compare = None,
     resolution: Annotated[int, typer.Option(help="Height and width of the image.", min=1)] = 224,
     tokens: Annotated[int | None, typer.Option(help="Tokens of the text, for text models.", min=1)] = None,
     batch: Annotated[int, typer.Option(help="Samples.", min=1)] = 1,
@@ -168,24 +148,21 @@ def model(
     figure: Picture = None,
     as_json: AsJson = False,
 ) -> None:
-    """A whole model: every linear layer, convolution and product of attention.
+    """A complete model: every linear layer, convolution and product of attention.
 
-    Normalisation, activations and softmax are not BitFusion's, and in no figure.
+    BitFusion does not compute normalisation, activations and softmax, so no figure includes them.
 
     Example: `ecoformer simulate model pvt_v2_b0 --compare softmax,eco --resolution 224`
     """
-    if attention is not None and compare is not None:
-        raise ValueError("--attention and --compare exclude each other")
-    chosen, widths, runs = _array(array), _bits(bits), []
+    chosen, widths, runs = _array(array), tuple(_bits(bits).values()), []
     size = {"resolution": resolution} if tokens is None else {"tokens": tokens}
     if sweep is not None and sweep.partition("=")[0].strip() == "tokens" and tokens is None:
         size = {"tokens": 1}
     for mechanism in mechanisms_in(attention, compare):
         for about, sizes in swept(sweep, {**size, "batch": batch}):
-            built, example = built_model(name, mechanism, **sizes)
+            built, example = counted_model(name, mechanism, **sizes)
             result = simulate_model(built, example, bits=widths, code_bits=code_bits, array=chosen)
-            named = {"attention": mechanism or NATIVE} | about
-            runs.append(Run(named, result.total, result.to_dict()))
+            runs.append(Run({"attention": mechanism or NATIVE} | about, result.total, result.to_dict()))
     draw(runs, figure)
     if len(runs) == 1 and compare is None and sweep is None and not as_json:
         show_model(runs[0])
@@ -208,20 +185,20 @@ def table(figure: Picture = None, as_json: AsJson = False) -> None:
     show_table(rows, as_json)
 
 
-def _bits(text: str) -> tuple[int, int]:
+def _bits(text: str) -> dict[str, int]:
     sizes = text.lower().split("x")
     if len(sizes) != 2 or not all(size.isascii() and size.isdigit() for size in sizes):
         raise ValueError(f"--bits takes activations x weights, such as 8x8 or 8x2, got {text!r}")
-    return int(sizes[0]), int(sizes[1])
+    return {"activation_bits": int(sizes[0]), "weight_bits": int(sizes[1])}
 
 
 def _array(path: Path | None) -> BitFusion:
     if path is None:
         return PAPER_ARRAY
     if not path.is_file():
-        raise FileNotFoundError(f"--array takes a JSON file, and there is no file {path}")
+        raise FileNotFoundError(f"--array takes a JSON file: there is no file {path}")
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"--array {path} is no JSON: {error}") from error
+        raise ValueError(f"--array {path} is not valid JSON: {error}") from error
     return BitFusion.from_dict(content)

@@ -4,37 +4,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
 from rich.table import Table
-from torch import nn
 
+from ecoformer.accounting.layers import PARTS
 from ecoformer.bitfusion import Total
 from ecoformer.cli.console import plain_console
-from ecoformer.cli.sources import open_model
-from ecoformer.conversion import convert
 from ecoformer.report.rows import printed_rows
 from ecoformer.report.style import check_target, readable, save
-
-_PARTS = ("attention", "ffn", "other")
 
 
 @dataclass(frozen=True)
 class Run:
-    """One simulation: what tells it from the others, its total, and everything about it."""
+    """One simulation: what distinguishes it from the others, its total, and its figures for JSON."""
 
     about: dict[str, Any]
     total: Total
-    facts: dict[str, Any]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.facts:
+            object.__setattr__(self, "facts", self.total.to_dict())
 
     @property
     def label(self) -> str:
-        """A name in a table or a picture."""
+        """A name in a table or figure."""
         counted = ("tokens", "rows", "inputs", "outputs")
         words = []
         for name, value in self.about.items():
@@ -43,35 +41,8 @@ class Run:
         return ", ".join(words)
 
 
-def swept(text: str | None, sizes: dict[str, int]) -> list[tuple[dict[str, Any], dict[str, int]]]:
-    """`tokens=196,784` as what changes, and all sizes with it; the sizes alone where nothing is swept."""
-    if text is None:
-        return [({}, sizes)]
-    name, equals, values = (part.strip() for part in text.partition("="))
-    numbers = [value.strip() for value in values.split(",")]
-    if name not in sizes or not equals or not all(n.isascii() and n.isdigit() and int(n) for n in numbers):
-        known = " or ".join(f"{size}=1,2,4" for size in sizes)
-        raise ValueError(f"--sweep takes {known}, whole numbers from 1, got {text!r}")
-    return [({name: int(n)}, sizes | {name: int(n)}) for n in numbers]
-
-
-def built_model(
-    name: str, attention: str | None, batch: int, resolution: int | None = None, tokens: int | None = None
-) -> tuple[nn.Module, Any]:
-    """The model, converted where a mechanism is named, and an input for it."""
-    example = torch.zeros(batch, tokens or 1, dtype=torch.long, device="meta")
-    if resolution is not None:
-        example = torch.zeros(batch, 3, resolution, resolution, device="meta")
-    # A name has no weights worth having; files and folders have.
-    with nullcontext() if Path(name).exists() else torch.device("meta"):
-        model = open_model(name, image_size=resolution).model
-    if attention is not None:
-        convert(model, attention, example=example)
-    return model, example
-
-
 def target(option: typer.CallbackParam, path: Path | None) -> Path | None:
-    """A picture's file, checked before anything is computed."""
+    """The file of a figure, checked before anything is computed."""
     try:
         return None if path is None else check_target(path)
     except (ValueError, FileNotFoundError) as error:
@@ -79,7 +50,7 @@ def target(option: typer.CallbackParam, path: Path | None) -> Path | None:
 
 
 def draw(runs: Sequence[Run], figure: Path | None, divide_by: int = 1) -> None:
-    """The stacked bars, where they were asked for."""
+    """Draw the stacked bars, if `--figure` was given."""
     if figure is None:
         return
     from ecoformer.report.figures import bitfusion_figure
@@ -90,7 +61,7 @@ def draw(runs: Sequence[Run], figure: Path | None, divide_by: int = 1) -> None:
 
 
 def show(runs: Sequence[Run], as_json: bool, *, many: bool) -> None:
-    """One result in full, or several as a table; in JSON mechanisms by name, sweeps as a list."""
+    """Print one result in full or several as a table; in JSON, mechanisms by name and sweeps as a list."""
     if as_json:
         facts: Any = [run.about | run.facts for run in runs]
         if not many:
@@ -115,7 +86,7 @@ def _one(facts: dict[str, Any]) -> None:
 def _side_by_side(runs: Sequence[Run]) -> None:
     columns = list(runs[0].about)
     table = Table(*columns)
-    for head in ("cycles", "of them stalls", "ms", "energy (mJ)", "of it DRAM"):
+    for head in ("cycles", "stalls", "ms", "energy (mJ)", "in DRAM"):
         table.add_column(head, justify="right")
     for run in runs:
         total = run.total
@@ -132,28 +103,28 @@ def _side_by_side(runs: Sequence[Run]) -> None:
 
 
 def _left_out(runs: Sequence[Run]) -> None:
-    """What is in none of a model's figures, so that they are not taken for the whole."""
+    """Print what a model's figures do not include."""
     if "not_simulated" not in runs[0].facts:
         return
-    typer.echo(f"in no figure: {runs[0].facts['not_simulated']}")
+    typer.echo(f"not simulated: {runs[0].facts['not_simulated']}")
     for label, layers in {run.label: run.facts["uncounted"] for run in runs}.items():
         if layers:
             typer.echo(f"not counted ({label}): {', '.join(layers)}")
 
 
 def show_model(run: Run) -> None:
-    """One model: the whole, its parts, and what is left out."""
+    """Print one model: its total, its parts, and what is left out."""
     _one(run.facts)
-    whole = run.total
-    for part in _PARTS:
+    total = run.total
+    for part in PARTS:
         cycles, energy = run.facts["parts"][part]["cycles"], run.facts["parts"][part]["energy_nj"]
-        shares = f"{cycles / whole.cycles:>4.0%} of the time, {energy / whole.energy_nj:>4.0%} of the energy"
+        shares = f"{cycles / total.cycles:>4.0%} of the time, {energy / total.energy_nj:>4.0%} of the energy"
         typer.echo(f"{part:<10} {shares}")
     _left_out([run])
 
 
 def show_table(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
-    """The paper's table, ours beside the printed figures."""
+    """Print the paper's table, ours beside the printed figures."""
     printed = {row["method"]: row for row in printed_rows("bitfusion")}
     if as_json:
         joined = [
@@ -179,4 +150,4 @@ def show_table(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
             how,
         )
     plain_console().print(table)
-    typer.echo("The printed unit is pJ; the figures are nJ, of 16 query rows. docs/bitfusion.md says more.")
+    typer.echo("The printed unit is pJ; the figures are nJ, of 16 query rows. See docs/bitfusion.md.")

@@ -1,7 +1,7 @@
-"""What is known of the paper's tables: slips in print, settings that it leaves open, and general notes.
+"""Known facts about the paper's tables: slips in print, settings that it leaves open, and general notes.
 
-A slip is named by table, row and column ("*" for the whole row), an open setting by table and row. Neither
-changes a figure: they say how a difference between print and ours is to be read.
+A slip is keyed by table, row and column ("*" for the entire row), an open setting by table and row. Neither
+changes a figure: they explain a difference between print and ours.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ SLIPS: dict[tuple[str, str, str], str] = {
     ("imagenet_main", "pvt_v2_b3 msa", "energy_bpj"): (
         "the printed counts give 3.7 x 11.86 + 0.9 x 11.82 = 54.52, and the exact ones 54.53"
     ),
-    ("attention_only", "pvt_v2_b4 msa", "mul_b"): "the count is 8.638, cut off and not rounded",
+    ("attention_only", "pvt_v2_b4 msa", "mul_b"): "the count is 8.638, truncated instead of rounded",
     ("cifar100_binarization", "twins_svt_s fp_eco", "*"): (
         "the row repeats the figures of softmax attention (MSA), which is quadratic"
     ),

@@ -1,4 +1,4 @@
-"""Our figures for the paper's tables: rows of print in, figures by column out."""
+"""Our figures for the paper's tables: from printed rows to figures by column."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MODELS = {"twins_svt_s": "twins_svt_small"}
 
 @cache
 def vision_ledger(model: str, mechanism: str, classes: int, **settings: Any) -> Ledger:
-    """The paper's accounting of a timm model that was converted, at 224 x 224."""
+    """The paper's accounting of a converted timm model at 224 x 224."""
     options = {"attention": mechanism, "attention_config": settings, "num_classes": classes}
     return cost(_timm_model(f"ecoformer_{model}", **options), IMAGE)
 
@@ -79,7 +79,7 @@ def _support_samples(rows: list[Row]) -> list[Figures]:
 
 
 def _operations(rows: list[Row]) -> list[Figures]:
-    """Energies of our tables; areas are no part of them."""
+    """Energies of our tables, which have no areas."""
     kinds = [row["operation"].split("_") for row in rows]
     return [{"energy_pj": energy_table(f"{precision}-45nm").pj[kind]} for precision, kind in kinds]
 
@@ -102,4 +102,4 @@ OURS: dict[str, Callable[[list[Row]], list[Figures]]] = {
     "cifar100_support_samples": _support_samples,
     "bitfusion": _bitfusion,
 }
-"""By table. One that is not here holds nothing that we compute."""
+"""By table; of tables that are not here we compute nothing."""

@@ -38,7 +38,7 @@ def file_rows(path: str | Path) -> list[Mapping[str, Any]]:
     try:
         content = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"result file {source} is no JSON: {error}") from error
+        raise ValueError(f"result file {source} is not valid JSON: {error}") from error
     for key in ("figures", "rows"):
         if isinstance(content, Mapping) and key in content:
             content = content[key]

@@ -1,8 +1,8 @@
 """The paper's tables with the printed figure, ours, and the difference, cell by cell.
 
-The printed figures are those of EcoFormer (Liu et al., NeurIPS 2022), one file a table under `printed/`. Ours
-come from the ledger's paper accounting and from the BitFusion model, computed when they are asked for.
-Tables about CIFAR-100 count a head of 100 classes: with 1000, two of their energies come out 0.01 higher.
+The printed figures are those of EcoFormer (Liu et al., NeurIPS 2022), one file per table under `printed/`.
+Ours come from the ledger's paper accounting and from the BitFusion model, computed on demand. Tables about
+CIFAR-100 count a head of 100 classes: with 1000, two of their energies come out 0.01 higher.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Status = Literal["equal", "differs", "open", "slip", "not ours"]
 
 STATUSES: dict[Status, str] = {
     "equal": "ours is the printed figure, to its last digit",
-    "differs": "ours is another",
-    "open": "the paper leaves settings open; ours is by the settings named below the table",
+    "differs": "ours is different",
+    "open": "the paper leaves settings open; ours are named below the table",
     "slip": "the print contradicts itself or its own rule; ours is what the rule gives",
     "not ours": "measured or quoted by the authors: printed only",
 }
@@ -46,7 +46,7 @@ _KEYS = ("model", "method", "operation", "m")
 
 @dataclass(frozen=True)
 class Cell:
-    """One figure: as it is printed, ours where there is one, and how the two stand to each other."""
+    """One figure: as printed, ours if there is one, and how the two compare."""
 
     row: str
     column: str
@@ -71,14 +71,14 @@ class Cell:
         return None if self.ours is None else round(round(self.ours, self.digits) - self.printed, self.digits)
 
     def to_dict(self) -> dict[str, Any]:
-        """By name; `ours` is not rounded."""
+        """The fields by name; `ours` is not rounded."""
         facts = {"row": self.row, "column": self.column, "printed": self.printed, "ours": self.ours}
         return facts | {"difference": self.difference, "status": self.status, "note": self.note}
 
 
 @dataclass(frozen=True)
 class PaperTable:
-    """A table of the paper, its cells in the order of print, and what must be said of it as a whole."""
+    """A table of the paper, its cells in printed order, and notes on the entire table."""
 
     name: str
     title: str
@@ -87,13 +87,13 @@ class PaperTable:
     notes: tuple[str, ...] = ()
 
     def rows(self) -> Iterator[tuple[str, list[Cell]]]:
-        """Rows in the order of print."""
+        """Rows in printed order."""
         for start in range(0, len(self.cells), len(self.columns)):
             cells = list(self.cells[start : start + len(self.columns)])
             yield cells[0].row, cells
 
     def remarks(self) -> list[str]:
-        """Slips and open settings, one line each, then what concerns the whole table."""
+        """Slips and open settings, one line each, then notes on the entire table."""
         columns: dict[tuple[str, str, str], list[str]] = {}
         for cell in self.cells:
             if cell.note:
@@ -136,7 +136,7 @@ def paper_table(name: str) -> PaperTable:
 
 
 def tables_csv(tables: list[PaperTable]) -> str:
-    """One line a cell."""
+    """One line per cell."""
     text = io.StringIO()
     names = ["table", "row", "column", "printed", "ours", "difference", "status", "note"]
     writer = csv.DictWriter(text, names, lineterminator="\n")
