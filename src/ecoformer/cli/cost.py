@@ -114,7 +114,7 @@ def _points(
     for name, some in zip(names, settings, strict=True):
         for value in values:
             build = partial(_build, model, {parameter: value} if parameter in INPUTS else size)
-            given = {"mechanisms": [name], "settings": some, "example": example_input(**size)}
+            given: dict[str, Any] = {"mechanisms": [name], "settings": some, "example": example_input(**size)}
             found += sweep(build, parameter, [value], **given, **how)
     return found
 
