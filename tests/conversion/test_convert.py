@@ -117,7 +117,7 @@ def test_report():
     )
     lines = str(report).splitlines()
     assert lines[0] == (
-        "PyramidVisionTransformerV2: 3 of 4 attention layers are eco (bits=8, local=(3, 3)) now"
+        "PyramidVisionTransformerV2: 3 of 4 attention layers converted to eco (bits=8, local=(3, 3))"
     )
     assert any("stages.1.blocks.0.attn" in line and "32 channels, 2 heads" in line for line in lines)
     assert any(last.name in line and last.why in line for line in lines)

@@ -125,7 +125,7 @@ def test_batches_of_every_kind_and_a_forward_of_ones_own():
     forward = {"forward": lambda model, batch: {"answer": model(batch["data"]["x"])}}
     output = {"output": lambda result, batch: result["answer"]}
     assert distill(*pair(), batches, steps=2, **forward, **output, **QUIET) == expected
-    with pytest.raises(TypeError, match="cannot tell what to compare in a dict: pass output="):
+    with pytest.raises(TypeError, match="output="):
         distill(*pair(), batches, steps=2, **forward, **QUIET)
 
 
@@ -231,7 +231,7 @@ def test_weights_that_explode_are_taken_back():
 
 
 def test_batches_that_give_out():
-    with pytest.warns(UserWarning, match=r"^batches can be read only once and gave out after 3 of 5 steps"):
+    with pytest.warns(UserWarning, match=r"^batches .* 3 of 5 steps"):
         result = distill(*pair(), iter(BATCHES), steps=5, **QUIET)
     assert result.steps == 3
     assert distill(*pair(), iter(BATCHES), steps=3, **QUIET).steps == 3

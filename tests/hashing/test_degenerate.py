@@ -112,9 +112,7 @@ SAME = {
 @pytest.mark.parametrize("options", [QUICK, FitOptions.released()], ids=["default", "released"])
 def test_tokens_that_are_all_the_same(tokens, make, options):
     hasher = make(2, 8, support=5)
-    with pytest.warns(
-        UserWarning, match=r"^tokens \(4, 2, 20, 8\) are all the same, .* in head 0, 1: "
-    ) as found:
+    with pytest.warns(UserWarning, match=r"^tokens \(4, 2, 20, 8\) are all the same in head 0, 1, ") as found:
         hasher.fit(tokens, options=options)
     assert found[0].filename == __file__
     assert (hasher.weight == 0).all()
@@ -125,7 +123,7 @@ def test_only_the_head_whose_tokens_are_the_same_learns_nothing():
     tokens = normal(4, 2, 20, 8)
     tokens[:, 1] = 1
     hasher = KernelHasher(2, 8, support=5)
-    with pytest.warns(UserWarning, match="in head 1: "):
+    with pytest.warns(UserWarning, match="in head 1, "):
         hasher.fit(tokens, options=QUICK)
     alone = KernelHasher(1, 8, support=5).fit(tokens[:, :1], options=QUICK)
     torch.testing.assert_close(hasher.weight[0], alone.weight[0], rtol=1e-3, atol=1e-3)

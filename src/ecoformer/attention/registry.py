@@ -50,7 +50,7 @@ def create_attention(name: str, dim: int, num_heads: int, **kwargs: Any) -> Atte
     try:
         return cls(dim, num_heads, **kwargs)
     except TypeError as error:
-        raise refusal(name, error) from error
+        raise constructor_error(name, error) from error
 
 
 def settings_of(mechanism: str) -> set[str]:
@@ -73,8 +73,8 @@ def no_setting(key: str, mechanisms: Iterable[str]) -> str:
     return f"{key!r} is no setting of {' or '.join(names)}{hint}; known are {', '.join(known)}"
 
 
-def refusal(mechanism: str, error: TypeError) -> TypeError:
-    """What a mechanism's constructor raised, so that a user knows what to change."""
+def constructor_error(mechanism: str, error: TypeError) -> TypeError:
+    """A constructor's error in terms of the mechanism's settings."""
     odd = re.search(r"unexpected keyword argument '(\w+)'", str(error))
     if odd and odd[1] not in settings_of(mechanism):
         return TypeError(no_setting(odd[1], [mechanism]))

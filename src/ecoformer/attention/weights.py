@@ -94,7 +94,7 @@ def projections_of(layer: nn.Module) -> Projections:
     out = proj if isinstance(proj, nn.Linear) else None
     if not isinstance(heads, int) or not isinstance(proj, (nn.Linear, nn.Identity)):
         raise _unreadable(layer)
-    dropouts = {"attn_drop": rate_of(layer, "attn_drop"), "proj_drop": rate_of(layer, "proj_drop")}
+    dropouts = {"attn_drop": dropout_of(layer, "attn_drop"), "proj_drop": dropout_of(layer, "proj_drop")}
     qkv, qk, v = (getattr(layer, name, None) for name in ("qkv", "qk", "v"))
     if isinstance(qkv, nn.Linear):
         if qkv.out_features != 3 * qkv.in_features:
@@ -122,7 +122,7 @@ def unread_parameters(layer: nn.Module, source: Projections, known: tuple[str, .
     ]
 
 
-def rate_of(layer: nn.Module, name: str) -> float:
+def dropout_of(layer: nn.Module, name: str) -> float:
     """A layer's dropout rate, kept as a number or as a module."""
     value = getattr(layer, name, 0.0)
     return float(value.p if isinstance(value, nn.Dropout) else value if isinstance(value, float) else 0.0)

@@ -1,25 +1,76 @@
-"""`convert`: one verb that gives a model's attention layers another mechanism, in place."""
+"""`convert`: gives a model's attention layers another mechanism, in place."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ecoformer.attention import Attention, HashedAttention, attention_class
-from ecoformer.attention.registry import refusal
-from ecoformer.attention.weights import Projections, shared_parts
+from ecoformer.attention.registry import constructor_error
+from ecoformer.attention.weights import shared_parts
 from ecoformer.conversion.huggingface import record_in_config
 from ecoformer.conversion.layers import Found, Selection, choose, find_layers, mechanism_in
-from ecoformer.conversion.report import Conversion, Left, Replaced
-from ecoformer.conversion.rules import Adapter, Image
+from ecoformer.conversion.rules import Adapter, ImageGrid
 from ecoformer.running import eval_mode, run_on_meta
 
 NOT_FITTED = "hash functions are not fitted yet: ecoformer.fit_hashers(model, batches)"
 RECORD = "ecoformer_conversions"
 """Attribute of a converted model: what was done to it, so that a checkpoint can do it again."""
+
+
+@dataclass(frozen=True)
+class ReplacedLayer:
+    """A layer that has a new mechanism."""
+
+    name: str
+    was: str
+    dim: int
+    num_heads: int
+    left_behind: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SkippedLayer:
+    """A layer that stayed as it was."""
+
+    name: str
+    kind: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `convert` replaced, what it left and why, and what remains to be done."""
+
+    model: str
+    mechanism: str
+    config: dict[str, Any]
+    replaced: tuple[ReplacedLayer, ...]
+    left: tuple[SkippedLayer, ...]
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        settings = ", ".join(f"{key}={value!r}" for key, value in self.config.items())
+        total = len(self.replaced) + len(self.left)
+        to = f"{self.mechanism} ({settings})" if settings else self.mechanism
+        lines = [f"{self.model}: {len(self.replaced)} of {total} attention layers converted to {to}"]
+        width = max(map(len, [r.name for r in self.replaced] + [s.name for s in self.left]))
+        for layer in self.replaced:
+            heads = "1 head" if layer.num_heads == 1 else f"{layer.num_heads} heads"
+            behind = f"; left behind: {', '.join(layer.left_behind)}" if layer.left_behind else ""
+            lines.append(f"  {layer.name:<{width}}  was {layer.was}, {layer.dim} channels, {heads}{behind}")
+        if self.left:
+            lines.append("not converted")
+        lines += [f"  {kept.name:<{width}}  {kept.kind}: {kept.why}" for kept in self.left]
+        return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
 
 def convert(
@@ -30,98 +81,79 @@ def convert(
     example: Any = None,
     **config: Any,
 ) -> Conversion:
-    """Give attention layers of `model` another mechanism, in place, and say what was done.
+    """Give attention layers of `model` another mechanism, in place, and report what was done.
 
-    Weights are carried over: separate or fused q, k and v; a spatial reduction is left behind; where the
-    mechanism shares queries and keys, the queries' weights serve both. Device, dtype and mode are kept.
-    Either every chosen layer is converted or, with an error that says why, none.
+    Weights are carried over, from separate or fused q, k and v. A spatial reduction is left behind. Where the
+    mechanism shares queries and keys, both get the queries' weights. A layer that has the mechanism already
+    keeps its hash functions if their shapes match. Device, dtype and mode are kept. Either every chosen layer
+    is converted or, with an error that says why, none.
 
-    Its parameters are new ones: build the optimiser, and wrap the model for several processes, afterwards.
+    Parameters of converted layers are new: build the optimiser, and wrap the model for several processes,
+    afterwards.
 
-    Known are the attention of timm's PVTv2, Twins, ViT and DeiT, of Hugging Face's BERT- and ViT-like
-    encoders, `nn.MultiheadAttention` as self-attention, and our own, so that spatial reduction can become
-    softmax and softmax hashed attention. `register_conversion` teaches others.
+    Supported are the attention of timm's PVTv2, Twins, ViT and DeiT, of Hugging Face's BERT- and ViT-like
+    encoders, `nn.MultiheadAttention` as self-attention, and our own mechanisms. `register_conversion` adds
+    others.
 
     Args:
         model: any module.
         mechanism: one of `list_attentions()`.
-        layers: which layers: None for all but the last stage of a pyramid (all, where every layer has the
-            same width), "all", a pattern such as "stages.2.*" or several, or a function of name and layer.
-        example: an input of the model, for mechanisms that are sized by the number of tokens (linformer):
-            each layer gets the number that it sees. Not needed where `seq_len` is given, nor for timm models,
-            whose input size is known.
-        config: the mechanism's arguments. `local=` adds a depth-wise convolution of the values, which
-            hashed attention needs in models that have no convolutions; `seed` is raised by one a layer.
+        layers: which layers: None for all but the last stage of a pyramid (all, if every layer has the same
+            width), "all", a pattern such as "stages.2.*" or several, or a function of name and layer.
+        example: an input of the model, for mechanisms that are sized by the number of tokens (linformer).
+            Not needed with `seq_len`, nor for timm models, whose input size is known.
+        config: the mechanism's arguments. `local=` adds a depth-wise convolution of the values, which hashed
+            attention needs in models without convolutions; `seed` increases by one per layer.
     """
     cls = attention_class(mechanism)
     model = unwrapped(model)
     found = find_layers(model)
     why_left = choose(found, layers)
     chosen = [f for f in found if why_left[f.name] is None]
-    _refuse(model, found, chosen)
+    _check_chosen(model, found, chosen)
     settings = _settings(model, cls, chosen, example, config)
-    left = tuple(Left(f.name, f.kind, why or "") for f in found if (why := why_left[f.name]) is not None)
+    left = tuple(SkippedLayer(f.name, f.kind, why) for f in found if (why := why_left[f.name]) is not None)
     replaced, notes = _replace(model, cls, chosen, settings)
     return Conversion(type(model).__name__, mechanism, dict(config), tuple(replaced), left, tuple(notes))
 
 
 def reapply(model: nn.Module, mechanism: str, layers: dict[str, dict[str, Any]]) -> None:
-    """Convert again as a record says: the layers by name, each with its settings."""
+    """Repeat a recorded conversion: layers by name, each with its settings."""
     found = {f.name: f for f in find_layers(model)}
     missing = [name for name in layers if name not in found]
     if missing or not layers:
         raise ValueError(f"{type(model).__name__} has no attention layer {missing[0] if missing else ''!r}")
     chosen = [found[name] for name in layers]
-    _refuse(model, list(found.values()), chosen)
+    _check_chosen(model, list(found.values()), chosen)
     # JSON has no tuples.
     settings = [{k: tuple(x) if isinstance(x, list) else x for k, x in s.items()} for s in layers.values()]
     _replace(model, attention_class(mechanism), chosen, settings)
 
 
-def _replace(
-    model: nn.Module, cls: type[Attention], chosen: list[Found], settings: list[dict[str, Any]]
-) -> tuple[list[Replaced], list[str]]:
-    """Build all new layers before any is put in place, so that an error leaves the model as it was."""
-    images = [_image(model, f, s.get("local", 0)) for f, s in zip(chosen, settings, strict=True)]
-    new = [_build(cls, f, s) for f, s in zip(chosen, settings, strict=True)]
-    bound = [_bound(f) for f in chosen]
-    replaced = [_replaced(f, attention) for f, attention in zip(chosen, new, strict=True)]
-    notes = _notes(model, chosen, new)
-    for f, attention, image, knowledge in zip(chosen, new, images, bound, strict=True):
-        _put(model, f, attention, image, knowledge)
-    record = {"mechanism": cls.name, "layers": {f.name: s for f, s in zip(chosen, settings, strict=True)}}
-    setattr(model, RECORD, [*getattr(model, RECORD, []), record])
-    return replaced, notes + record_in_config(model, record)
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model that `torch.compile` wrapped; what several processes share cannot be changed any more."""
+    """The model inside `torch.compile`'s wrapper; wrappers for several processes are refused."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     if "_orig_mod" in model._modules:  # torch.compile's
         return model.get_submodule("_orig_mod")
     wrapper = type(model).__name__
-    if any(word in wrapper for word in ("DataParallel", "FSDP")):
-        raise ValueError(
-            f"the model is wrapped in {wrapper}: pass the bare one (model.module), wrap afterwards"
-        )
+    if "DataParallel" in wrapper or "FSDP" in wrapper:
+        raise ValueError(f"model is wrapped in {wrapper}: pass model.module, and wrap it afterwards")
     return model
 
 
-def _refuse(model: nn.Module, found: list[Found], chosen: list[Found]) -> None:
-    """Stop before anything is touched if a chosen layer cannot be converted, or none was chosen."""
-    bad = [f for f in chosen if f.source is None]
-    if not chosen:
-        bad = [f for f in found if f.source is None]
-        if not bad and found:
-            raise ValueError(f"no attention layer of {type(model).__name__} was chosen: see layers=")
+def _check_chosen(model: nn.Module, found: list[Found], chosen: list[Found]) -> None:
+    """Raise before anything is changed if a chosen layer cannot be converted, or none was chosen."""
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no attention layer that is known here: teach its class with "
+            f"model: {type(model).__name__} has no supported attention layer; add its class with "
             "ecoformer.register_conversion"
         )
+    bad = [f for f in chosen or found if f.source is None]
+    if not chosen and not bad:
+        raise ValueError(f"layers chooses no attention layer of {type(model).__name__}")
     if any(not f.name for f in chosen):
-        raise ValueError("the model is itself an attention layer: use create_attention or from_softmax")
+        raise ValueError("model is itself an attention layer: use create_attention or from_softmax")
     if bad:
         more = f" (and {len(bad) - 1} more layers)" if len(bad) > 1 else ""
         remedy = "; choose others with layers=" if any(f.source is not None for f in found) else ""
@@ -129,6 +161,23 @@ def _refuse(model: nn.Module, found: list[Found], chosen: list[Found]) -> None:
             f"{bad[0].name or type(model).__name__} ({bad[0].kind}) cannot be converted{more}: "
             f"{bad[0].refusal}{remedy}"
         )
+
+
+def _replace(
+    model: nn.Module, cls: type[Attention], chosen: list[Found], settings: list[dict[str, Any]]
+) -> tuple[list[ReplacedLayer], list[str]]:
+    """Build all new layers before any is put in place, so that an error leaves the model as it was."""
+    pairs = list(zip(chosen, settings, strict=True))
+    images = [_image(model, f, s.get("local", 0)) for f, s in pairs]
+    new = [_build(cls, f, s) for f, s in pairs]
+    bound = [_bound(f) for f in chosen]
+    replaced = [_report(f, attention) for f, attention in zip(chosen, new, strict=True)]
+    notes = _notes(model, chosen, new)
+    for f, attention, image, arguments in zip(chosen, new, images, bound, strict=True):
+        _put(model, f, attention, image, arguments)
+    record = {"mechanism": cls.name, "layers": {f.name: s for f, s in pairs}}
+    setattr(model, RECORD, [*getattr(model, RECORD, []), record])
+    return replaced, notes + record_in_config(model, record)
 
 
 def _settings(
@@ -143,7 +192,7 @@ def _settings(
         tokens = _count_tokens(model, [f.layer for f in chosen], _example(model, cls, example))
         for f, layer in zip(chosen, settings, strict=True):
             if f.layer not in tokens:
-                raise ValueError(f"the example never reached {f.name}: pass seq_len= instead")
+                raise ValueError(f"example does not reach {f.name}: pass seq_len= instead")
             layer["seq_len"] = tokens[f.layer]
     return settings
 
@@ -178,7 +227,7 @@ def _count_tokens(model: nn.Module, layers: list[nn.Module], example: Any) -> di
     hooks = [listen(layer) for layer in layers]
     try:
         with eval_mode(model):
-            _run(model, example)
+            _run(model, dict(example) if isinstance(example, Mapping) else example)
     finally:
         for handle in hooks:
             handle.remove()
@@ -186,116 +235,103 @@ def _count_tokens(model: nn.Module, layers: list[nn.Module], example: Any) -> di
 
 
 def _run(model: nn.Module, example: Any) -> None:
-    """On shapes only; for real where a model wants to look at its inputs."""
+    """Run on shapes only, or for real if the model looks at the values of its inputs."""
     tensors = [*model.parameters(), *model.buffers()]
     dtype = next((t.dtype for t in tensors if t.is_floating_point()), None)
-    if isinstance(example, Mapping):
-        example = dict(example)
+
+    def inputs_on(device: torch.device | str, value: Any = example) -> Any:
+        if isinstance(value, dict):
+            return {key: inputs_on(device, x) for key, x in value.items()}
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, dtype if value.is_floating_point() else None)
+
     try:
-        run_on_meta(model, _as_inputs(example, "meta", dtype))
+        run_on_meta(model, inputs_on("meta"))
     except RuntimeError:
-        device = next((t.device for t in tensors), torch.device("cpu"))
-        inputs = _as_inputs(example, device, dtype)
+        inputs = inputs_on(next((t.device for t in tensors), torch.device("cpu")))
         model(**inputs) if isinstance(inputs, dict) else model(inputs)
 
 
-def _as_inputs(example: Any, device: torch.device | str, dtype: torch.dtype | None) -> Any:
-    """The example where the model is, in its precision."""
-    if isinstance(example, dict):
-        return {key: _as_inputs(value, device, dtype) for key, value in example.items()}
-    if not isinstance(example, Tensor):
-        return example
-    return example.to(device, dtype if example.is_floating_point() else None)
-
-
-def _image(model: nn.Module, found: Found, local: int | tuple[int, int]) -> Image | None:
-    """What the layer must be told of the image for a two-dimensional local branch."""
+def _image(model: nn.Module, found: Found, local: int | tuple[int, int]) -> ImageGrid | None:
+    """The image grid that a layer needs for a two-dimensional local branch."""
     known = found.layer.image if isinstance(found.layer, Adapter) else None
     if isinstance(local, int) or found.rule is None or found.rule.passes_grid or known is not None:
         return known
     image = found.rule.image(model) if found.rule.image is not None else None
     if image is None:
         raise ValueError(
-            f"local={local} needs the image's height and width, which {found.name} is not told and "
-            f"{type(model).__name__} does not fix: use local=k over the sequence"
+            f"local={local} needs the image's height and width, which {type(model).__name__} neither fixes "
+            f"nor passes to {found.name}: use local=k over the sequence"
         )
     return image
 
 
 def _build(cls: type[Attention], found: Found, settings: dict[str, Any]) -> Attention:
     layer = found.inner
+    if found.source is None:
+        raise ValueError(f"{found.name} cannot be converted: {found.refusal}")
     try:
         if isinstance(layer, Attention):
-            new = cls.from_softmax(layer, **settings)
-        else:
-            new = cls.from_projections(_source(found), **settings).train(layer.training)
+            return cls.from_softmax(layer, **settings)
+        return cls.from_projections(found.source, **settings).train(layer.training)
     except TypeError as error:
-        raise refusal(cls.name, error) from error
-    return new
+        raise constructor_error(cls.name, error) from error
 
 
 def _bound(found: Found) -> dict[str, Any]:
-    """What the rule's `call` must know of the layer; tensors would be lost to optimisers and checkpoints."""
+    """What the rule's `call` needs from the layer."""
     if found.ours or found.rule is None or found.rule.bind is None:
         return {}
     bound = found.rule.bind(found.layer)
-    odd = [key for key, value in bound.items() if isinstance(value, (Tensor, nn.Module))]
-    if odd:
-        raise ValueError(
-            f"{found.name}: bind must return plain values, but {odd[0]} is a {type(bound[odd[0]]).__name__}, "
-            "which neither an optimiser nor a checkpoint would see"
-        )
+    for key, value in bound.items():
+        if isinstance(value, (Tensor, nn.Module)):
+            raise ValueError(
+                f"{found.name}: bind must return plain values, but {key} is a {type(value).__name__}, which "
+                "neither an optimiser nor a checkpoint would see"
+            )
     return bound
 
 
-def _source(found: Found) -> Projections:
-    if found.source is None:
-        raise ValueError(f"{found.name} cannot be converted: {found.refusal}")
-    return found.source
-
-
 def _put(
-    model: nn.Module, found: Found, attention: Attention, image: Image | None, bound: dict[str, Any]
+    model: nn.Module, found: Found, attention: Attention, image: ImageGrid | None, bound: dict[str, Any]
 ) -> None:
     if isinstance(found.layer, Adapter):
         found.layer.attention, found.layer.image = attention, image
         return
-    place: nn.Module = attention
+    new: nn.Module = attention
     if found.rule is not None:
-        place = Adapter(attention, found.rule, image, bound).train(found.layer.training)
+        new = Adapter(attention, found.rule, image, bound).train(found.layer.training)
     for owner in list(model.modules()):
         if isinstance(owner, nn.TransformerEncoder) and found.layer in owner.modules():
-            owner.use_nested_tensor = False  # its short cut reads the weights of nn.MultiheadAttention
-        # A layer may be shared by several places; all of them get the new one.
+            owner.use_nested_tensor = False  # its fast path reads the weights of nn.MultiheadAttention
+        # Several modules may share the layer; all of them get the new one.
         for name, child in list(owner._modules.items()):
             if child is found.layer:
-                setattr(owner, name, place)
+                setattr(owner, name, new)
 
 
-def _replaced(found: Found, new: Attention) -> Replaced:
-    source = _source(found)
+def _report(found: Found, new: Attention) -> ReplacedLayer:
     kept = shared_parts(found.inner, new) if isinstance(found.inner, Attention) else []
     left_behind = tuple(name for name in found.left_behind if name not in kept)
-    return Replaced(found.name, found.kind, source.dim, source.num_heads, left_behind)
+    return ReplacedLayer(found.name, found.kind, new.dim, new.num_heads, left_behind)
 
 
 def _notes(model: nn.Module, chosen: list[Found], new: list[Attention]) -> list[str]:
     notes = []
     if any("sr" in f.left_behind for f in chosen):
-        notes.append(
-            "spatial reductions are left behind: every token is a key now, so the model needs fine-tuning"
-        )
+        notes.append("spatial reductions are left behind: every token is a key now, so fine-tune the model")
     if any(hasattr(f.layer, "ws") for f in chosen):
-        notes.append("windows are left behind: every token is a key now, so the model needs fine-tuning")
+        notes.append("windows are left behind: every token is a key now, so fine-tune the model")
     hashed = [attention for attention in new if isinstance(attention, HashedAttention)]
     if any(attention.local is None for attention in hashed) and not _has_convolutions(model):
         notes.append(
-            "the model mixes neighbours by no convolution, and hashed attention cannot single them out: "
+            "no convolution mixes neighbours in this model, and hashed attention cannot single them out: "
             "consider local=7 (text) or local=(3, 3) (images), and distill"
         )
     pairs = list(zip(chosen, new, strict=True))
     if any(f.local is not None and (a.local is None or a.local.size != f.local.size) for f, a in pairs):
-        notes.append("a local branch is left behind: the new one is of another size, and starts at zero")
+        notes.append("a local branch of another size is left behind: the new one starts at zero")
     dropped = {f.source.attn_drop for f, a in pairs if f.source and f.source.attn_drop and not a.has_weights}
     if dropped:
         notes.append(f"dropout of attention weights ({max(dropped):g}) is left behind: there are no weights")

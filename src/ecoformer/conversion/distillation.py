@@ -1,4 +1,4 @@
-"""Distillation: a converted model learns to answer as the softmax original did."""
+"""Distillation: a converted model learns to give the outputs of the softmax original."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from ecoformer.arguments import shape
 from ecoformer.attention import Attention
 from ecoformer.conversion.rules import Adapter
 from ecoformer.hashing import FitOptions, fit_hashers, hashers_of
-from ecoformer.hashing.fitting import Forward, Group, check_batches, move, run
+from ecoformer.hashing.fitting import Forward, Group, check_batches, move, progress_bar, run
 from ecoformer.running import eval_mode, without_fast_path
 
-Loss = Literal["mse", "kl", "cosine"] | Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+Loss = Literal["mse", "kl", "cosine"] | LossFunction
 Output = Callable[[Any, Any], Tensor]
+LayerPairs = dict[str, tuple[nn.Module, nn.Module]]
 
 
 @dataclass(frozen=True)
 class Distillation:
-    """How a distillation went: one loss a step, of the outputs and, if asked for, of the layers."""
+    """The losses of a distillation, one per step: of the outputs and, if requested, of the layers."""
 
     outputs: tuple[float, ...]
     layers: tuple[float, ...]
@@ -72,8 +74,8 @@ def distill(
     """Train `student` in place to give the outputs of `teacher`; no labels are needed.
 
     AdamW with linear warm-up and cosine decay. Both models run in eval mode, without dropout, as the paper
-    fine-tunes; modes are restored. A loss or a gradient that is not finite stops the training; the weights
-    are then the last that gave finite ones.
+    fine-tunes; modes are restored. A loss or gradient that is not finite stops the training and restores the
+    last weights that gave finite ones.
 
     Args:
         student: a converted model with fitted hashers.
@@ -87,101 +89,83 @@ def distill(
         clip: largest norm of the gradient; 0 for no limit.
         loss: of the outputs: "mse" relative to the teacher's mean square, "kl" for logits, "cosine" for
             embeddings, or a function of the student's and the teacher's output.
-        layers: weight of a second loss: the attention outputs, layer by layer, of the converted layers.
-        refit_every: fit the hash functions again after so many steps, because the tokens move; 0 for never.
+        layers: weight of a second loss, on the attention outputs of each converted layer.
+        refit_every: fit the hash functions again every so many steps, because the tokens change; 0: never.
         fit_options: how to fit them then.
-        group: as in `fit_hashers`. With several ranks the student must be wrapped in DistributedDataParallel,
-            or `group="alone"` says that this rank learns by itself.
-        output: `output(result, batch)` picks the tensor to compare, if not the result itself, its logits or
-            its last hidden state (of tokens that are no padding).
-        forward: how to run a batch, `forward(model, batch)`, if not `model(inputs)` or `model(**mapping)`.
+        group: as in `fit_hashers`. With several ranks, wrap the student in DistributedDataParallel, or pass
+            `group="alone"` if only this rank learns.
+        output: `output(result, batch)` picks the tensor to compare; default: the result itself, its logits or
+            its last hidden state (without padding).
+        forward: how to run a batch, `forward(model, batch)`; default: `model(inputs)` or `model(**mapping)`.
         progress: show a progress bar on a terminal.
     """
     check_batches(batches)
     _check_ranks(student, group)
-    pairs = _check(student, teacher, steps, layers)
-    parameters = [p for p in student.parameters() if p.requires_grad]
+    pairs = _check_models(student, teacher, steps, layers)
+    parameters: list[Tensor] = [p for p in student.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError(f"every parameter of the student ({type(student).__name__}) is frozen")
     optimiser = torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, steps, warmup))
-    device = parameters[0].device
-    safe = _Weights(parameters)
-    course = _Course(student, teacher, pairs, _loss(loss), output or _pick, forward or run)
+    compare = partial(
+        _losses, student, teacher, pairs, _loss_function(loss), output or _pick_output, forward or run
+    )
     refit = partial(fit_hashers, options=fit_options, group=group, forward=forward, progress=False)
+    last_good = [parameter.detach().clone() for parameter in parameters]
     outputs: list[float] = []
     of_layers: list[float] = []
-    with eval_mode(student, teacher), _bar(steps, progress) as advance:
-        for step, batch in enumerate(_endless(batches, steps)):
+    with eval_mode(student, teacher), progress_bar(steps, progress) as advance:
+        for step, batch in enumerate(_repeat(batches, steps)):
             if refit_every and step and step % refit_every == 0 and hashers_of(student):
                 refit(student, [batch], seed=step)
-            main, local = course.losses(move(batch, device))
+            main, local = compare(move(batch, parameters[0].device))
             total = main + layers * local
             optimiser.zero_grad()
             torch.autograd.backward(total)
             norm = nn.utils.clip_grad_norm_(parameters, clip or math.inf)
-            if not bool(total.detach().isfinite() & norm.isfinite()):
-                safe.restore()
-                remedy = f"lower lr={lr}" if step else "look at the inputs and at the models' weights"
-                raise FloatingPointError(
-                    f"loss {float(total.detach())} with a gradient of norm {float(norm)} at step {step}; the "
-                    f"weights are the last that gave finite ones: {remedy}"
-                )
-            safe.keep()
+            with torch.no_grad():
+                if not bool(total.isfinite() & norm.isfinite()):
+                    torch._foreach_copy_(parameters, last_good)
+                    remedy = f"lower lr={lr}" if step else "check the inputs and the models' weights"
+                    raise FloatingPointError(
+                        f"loss {float(total)} with a gradient of norm {float(norm)} at step {step}; the last "
+                        f"weights that gave finite ones are restored: {remedy}"
+                    )
+                torch._foreach_copy_(last_good, parameters)
             optimiser.step()
             schedule.step()
             outputs.append(float(main.detach()))
             if pairs:
                 of_layers.append(float(local.detach()))
-            advance(outputs[-1])
+            advance(f"distilling, loss {outputs[-1]:.4g}")
     student.zero_grad()
     return Distillation(tuple(outputs), tuple(of_layers))
 
 
-class _Weights:
-    """The weights of the last step that went well."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self.parameters = list(parameters)
-        self.kept = [parameter.detach().clone() for parameter in self.parameters]
-
-    @torch.no_grad()
-    def keep(self) -> None:
-        torch._foreach_copy_(self.kept, self.parameters)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        torch._foreach_copy_(self.parameters, self.kept)
-
-
-@dataclass(frozen=True)
-class _Course:
-    """Both models, run on a batch and compared."""
-
-    student: nn.Module
-    teacher: nn.Module
-    pairs: dict[str, tuple[nn.Module, nn.Module]]
-    loss: Callable[[Tensor, Tensor], Tensor]
-    output: Output
-    forward: Forward
-
-    def losses(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Of the outputs, and the mean over the layers."""
-        with torch.no_grad(), _listening({n: pair[1] for n, pair in self.pairs.items()}) as teacher_heard:
-            target = self.output(self.forward(self.teacher, batch), batch)
-        with _listening({n: pair[0] for n, pair in self.pairs.items()}) as student_heard:
-            answer = self.output(self.forward(self.student, batch), batch)
-        if answer.shape != target.shape:
-            raise ValueError(f"student and teacher must agree: {shape(answer)} against {shape(target)}")
-        seen = _seen(batch)
-        terms = [
-            relative_mse(_of_seen(student_heard[name], seen), _of_seen(teacher_heard[name], seen))
-            for name in self.pairs
-        ]
-        return self.loss(answer, target), torch.stack(terms).mean() if terms else answer.new_zeros(())
+def _losses(
+    student: nn.Module,
+    teacher: nn.Module,
+    pairs: LayerPairs,
+    loss: LossFunction,
+    output: Output,
+    forward: Forward,
+    batch: Any,
+) -> tuple[Tensor, Tensor]:
+    """The loss of the outputs, and the mean loss of the layers."""
+    with torch.no_grad(), _recorded_outputs({n: pair[1] for n, pair in pairs.items()}) as of_teacher:
+        target = output(forward(teacher, batch), batch)
+    with _recorded_outputs({n: pair[0] for n, pair in pairs.items()}) as of_student:
+        answer = output(forward(student, batch), batch)
+    if answer.shape != target.shape:
+        raise ValueError(f"student and teacher must agree: {shape(answer)} against {shape(target)}")
+    terms = [
+        _relative_mse(_without_padding(of_student[n], batch), _without_padding(of_teacher[n], batch))
+        for n in pairs
+    ]
+    return loss(answer, target), torch.stack(terms).mean() if terms else answer.new_zeros(())
 
 
-def relative_mse(x: Tensor, target: Tensor) -> Tensor:
+def _relative_mse(x: Tensor, target: Tensor) -> Tensor:
     """Mean square error as a share of the target's mean square."""
     return F.mse_loss(x, target) / target.square().mean().clamp_min(1e-12)
 
@@ -195,10 +179,10 @@ def _cosine(x: Tensor, target: Tensor) -> Tensor:
     return 1 - F.cosine_similarity(x, target, dim=-1).mean()
 
 
-def _loss(loss: Loss) -> Callable[[Tensor, Tensor], Tensor]:
+def _loss_function(loss: Loss) -> LossFunction:
     if callable(loss):
         return loss
-    known: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mse": relative_mse, "kl": _kl, "cosine": _cosine}
+    known: dict[str, LossFunction] = {"mse": _relative_mse, "kl": _kl, "cosine": _cosine}
     if loss not in known:
         raise ValueError(f"loss must be one of {', '.join(known)} or a function, got {loss!r}")
     return known[loss]
@@ -208,16 +192,17 @@ def _check_ranks(student: nn.Module, group: Group) -> None:
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if several and group != "alone" and not isinstance(student, nn.parallel.DistributedDataParallel):
         raise ValueError(
-            f"{dist.get_world_size()} ranks are up and would learn apart: wrap the student in "
-            'DistributedDataParallel, or pass group="alone" if only this rank is to learn'
+            f"student would learn differently on each of {dist.get_world_size()} ranks: wrap it in "
+            'DistributedDataParallel, or pass group="alone" if only this rank learns'
         )
 
 
-def _check(
-    student: nn.Module, teacher: nn.Module, steps: int, layers: float
-) -> dict[str, tuple[nn.Module, nn.Module]]:
+def _check_models(student: nn.Module, teacher: nn.Module, steps: int, layers: float) -> LayerPairs:
     """Pairs of layers to compare, by name."""
-    if student is teacher or _memory_of(student) & _memory_of(teacher):
+    memory = [
+        {p.untyped_storage().data_ptr() for p in m.parameters() if p.numel()} for m in (student, teacher)
+    ]
+    if student is teacher or memory[0] & memory[1]:
         raise ValueError(
             "student and teacher share weights, because convert works in place: keep "
             "teacher = copy.deepcopy(model) before converting"
@@ -236,10 +221,6 @@ def _check(
     return {name: (student.get_submodule(name), modules[name]) for name in outermost}
 
 
-def _memory_of(model: nn.Module) -> set[int]:
-    return {p.untyped_storage().data_ptr() for p in model.parameters() if p.numel()}
-
-
 def _rate(step: int, steps: int, warmup: float) -> float:
     rising = warmup * steps
     if step < rising:
@@ -247,8 +228,8 @@ def _rate(step: int, steps: int, warmup: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1.0, steps - rising)))
 
 
-def _endless(batches: Iterable[Any], steps: int) -> Iterator[Any]:
-    """Batches from the start again and again, until there were enough."""
+def _repeat(batches: Iterable[Any], steps: int) -> Iterator[Any]:
+    """`steps` batches, from the start again as often as needed."""
     done = 0
     while done < steps:
         before = done
@@ -261,65 +242,49 @@ def _endless(batches: Iterable[Any], steps: int) -> Iterator[Any]:
             if not done:
                 raise ValueError("batches is empty: there is nothing to learn from")
             warnings.warn(
-                f"batches can be read only once and gave out after {done} of {steps} steps: pass a list or a "
+                f"batches can be read only once and ended after {done} of {steps} steps: pass a list or a "
                 "data loader",
                 stacklevel=3,
             )
             return
 
 
-def _pick(result: Any, batch: Any) -> Tensor:
+def _pick_output(result: Any, batch: Any) -> Tensor:
     """The tensor to compare in whatever a model returns."""
     if isinstance(result, Tensor):
         return result
     if isinstance(result, Mapping):
         for name in ("logits", "last_hidden_state"):
             if isinstance(result.get(name), Tensor):
-                return _of_seen(result[name], _seen(batch))
+                return _without_padding(result[name], batch)
     if isinstance(result, (tuple, list)) and result and isinstance(result[0], Tensor):
         return result[0]
-    raise TypeError(f"cannot tell what to compare in a {type(result).__name__}: pass output=")
+    raise TypeError(f"output= must say what to compare in a {type(result).__name__}")
 
 
-def _seen(batch: Any) -> Tensor | None:
+def _without_padding(x: Tensor, batch: Any) -> Tensor:
+    """The tokens of `x` that the batch's attention mask, if any, does not mark as padding."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
-
-
-def _of_seen(x: Tensor, seen: Tensor | None) -> Tensor:
-    """Tokens that are no padding, one after another."""
-    return x if seen is None or x.shape[:2] != seen.shape else x[seen]
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or x.shape[:2] != mask.shape:
+        return x
+    return x[mask.bool()]
 
 
 @contextlib.contextmanager
-def _listening(layers: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+def _recorded_outputs(layers: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
     """What the layers return while the context is open."""
-    heard: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
 
     def make_hook(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
-            heard[name] = out[0] if isinstance(out, tuple) else out
+            outputs[name] = out[0] if isinstance(out, tuple) else out
 
         return hook
 
     hooks = [layer.register_forward_hook(make_hook(name)) for name, layer in layers.items()]
     try:
         with without_fast_path() if layers else contextlib.nullcontext():
-            yield heard
+            yield outputs
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextlib.contextmanager
-def _bar(steps: int, show: bool) -> Iterator[Callable[[float], None]]:
-    if not show:
-        yield lambda loss: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("distilling", total=steps)
-        yield lambda loss: progress.update(task, advance=1, description=f"distilling, loss {loss:.4g}")

@@ -20,13 +20,13 @@ _POSITION_BIAS = re.compile(r"relative_position|rel_pos|relative_attention|atten
 
 
 def mechanism_in(layer: nn.Module) -> nn.Module:
-    """What attends: the mechanism in an adapter, or the layer itself."""
+    """The mechanism inside an adapter, or the layer itself."""
     return layer.attention if isinstance(layer, Adapter) else layer
 
 
 @dataclass(frozen=True)
 class Found:
-    """An attention layer of a model: `source` is what can be carried over, `refusal` why nothing can be."""
+    """An attention layer of a model: `source` is what can be carried over, `refusal` why nothing can."""
 
     name: str
     layer: nn.Module
@@ -45,13 +45,18 @@ class Found:
         return isinstance(self.layer, (Attention, Adapter))
 
     @property
+    def known(self) -> bool:
+        """Whether its class is supported, even if this layer is not."""
+        return self.source is not None or self.rule is not None
+
+    @property
     def kind(self) -> str:
-        """The mechanism's name, or the class of a layer that is not ours."""
+        """The mechanism's name, or the class of another library's layer."""
         return self.inner.name if isinstance(self.inner, Attention) else type(self.inner).__name__
 
     @property
     def left_behind(self) -> list[str]:
-        """Submodules whose weights no other mechanism has a place for."""
+        """Submodules whose weights another mechanism does not have."""
         if self.source is None:
             return []
         names = unread_parameters(self.inner, self.source, ("local",))
@@ -64,34 +69,27 @@ class Found:
 
 
 def find_layers(model: nn.Module) -> list[Found]:
-    """All attention layers of `model`, in its order: convertible ones, refused ones, and those unknown."""
+    """All attention layers of `model`, in its order: convertible, refused and unknown ones."""
     found: list[Found] = []
-    inside: tuple[str, ...] = ()
-    crossing = _attending_elsewhere(model)
+    inside = "\0"
+    # Their class has a rule, but their keys come from another sequence.
+    crossing = {m.multihead_attn for m in model.modules() if isinstance(m, nn.TransformerDecoderLayer)}
     for name, module in model.named_modules():
-        if inside and name.startswith(inside):
+        if name.startswith(inside):
             continue
         layer = _examine(name, module)
         if module in crossing:
             layer = Found(name, module, refusal="it attends to another sequence")
         if layer is not None:
             found.append(layer)
-            if layer.source is not None or layer.rule is not None:
-                inside = (f"{name}.",) if name else ("",)
-    known = [layer for layer in found if layer.source is not None or layer.rule is not None]
-    return [f for f in found if f in known or not _holds(f, found)]
+            if layer.known:
+                inside = f"{name}." if name else ""
+    # An unknown class that holds other attention layers is a wrapper with "attention" in its name.
+    return [f for f in found if f.known or not any(_is_inside(other, f) for other in found)]
 
 
-def _attending_elsewhere(model: nn.Module) -> set[nn.Module]:
-    """Layers of a class that has a rule, but whose keys come from another sequence."""
-    return {m.multihead_attn for m in model.modules() if isinstance(m, nn.TransformerDecoderLayer)}
-
-
-def _holds(outer: Found, all_found: list[Found]) -> bool:
-    """A wrapper whose name merely sounds like attention: what matters is inside."""
-    return any(
-        f is not outer and f.name.startswith(f"{outer.name}." if outer.name else "") for f in all_found
-    )
+def _is_inside(inner: Found, outer: Found) -> bool:
+    return inner is not outer and inner.name.startswith(f"{outer.name}." if outer.name else "")
 
 
 def _examine(name: str, module: nn.Module) -> Found | None:
@@ -101,33 +99,35 @@ def _examine(name: str, module: nn.Module) -> Found | None:
         return Found(name, module, source=projections_of(module))
     rule = rule_for(module)
     if rule is not None:
-        return _by_rule(name, module, rule)
+        source = _read(module, rule)
+        if isinstance(source, str):
+            return Found(name, module, rule, refusal=source)
+        return Found(name, module, rule, source)
     if _ATTENTION_NAME.search(type(module).__name__) and any(True for _ in module.parameters()):
         return Found(name, module, refusal=_why_unknown(module))
     return None
 
 
-def _by_rule(name: str, layer: nn.Module, rule: Rule) -> Found:
+def _read(layer: nn.Module, rule: Rule) -> Projections | str:
+    """A layer's projections, or why it cannot be converted."""
     refusal = rule.refuse(layer) if rule.refuse is not None else None
-    if refusal is None:
-        try:
-            source = rule.projections(layer)
-            source.check(type(layer).__name__)
-        except (ValueError, TypeError) as error:
-            refusal = str(error)
-        except (AttributeError, LookupError) as error:
-            refusal = f"its rule cannot read it ({type(error).__name__}: {error})"
-        else:
-            more = unread_parameters(layer, source, rule.drops)
-            refusal = f"it also holds {', '.join(more)}, which cannot be carried over" if more else None
-            refusal = refusal or _other_scale(layer, source) or _hidden_behaviour(layer, rule.drops)
-            if refusal is None:
-                return Found(name, layer, rule, source)
-    return Found(name, layer, rule, refusal=refusal)
+    if refusal is not None:
+        return refusal
+    try:
+        source = rule.projections(layer)
+        source.check(type(layer).__name__)
+    except (ValueError, TypeError) as error:
+        return str(error)
+    except (AttributeError, LookupError) as error:
+        return f"its rule cannot read it ({type(error).__name__}: {error})"
+    more = unread_parameters(layer, source, rule.drops)
+    if more:
+        return f"it also holds {', '.join(more)}, which cannot be carried over"
+    return _other_scale(layer, source) or _hidden_behaviour(layer, rule.drops) or source
 
 
 def _other_scale(layer: nn.Module, source: Projections) -> str | None:
-    """Mechanisms here scale scores by one over the root of a head's channels, as nearly everybody does."""
+    """Our mechanisms scale scores by one over the root of a head's channels."""
     usual = (source.dim // source.num_heads) ** -0.5
     for name in ("scale", "scaling"):
         value = getattr(layer, name, usual)
@@ -137,7 +137,7 @@ def _other_scale(layer: nn.Module, source: Projections) -> str | None:
 
 
 def _hidden_behaviour(layer: nn.Module, known: tuple[str, ...]) -> str | None:
-    """What a layer does that its parameters do not show, and that a new layer would not do."""
+    """What a layer does besides what its parameters show, and a new layer would not do."""
     for name, module in layer.named_modules():
         where = f" of {name}" if name else ""
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
@@ -145,30 +145,30 @@ def _hidden_behaviour(layer: nn.Module, known: tuple[str, ...]) -> str | None:
         if "forward" in vars(module):
             return f"forward{where} was replaced on the object, and would be lost"
         if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
-            return f"{name} is a {type(module).__name__}, which computes something else than nn.Linear"
+            return f"{name} is a {type(module).__name__}, which does not compute what nn.Linear does"
     buffers = [name for name, _ in layer.named_buffers() if name.split(".")[0] not in known]
     if buffers:
         return f"it also holds the buffer {buffers[0]}, which cannot be carried over"
     if getattr(layer, "is_causal", False) is True:
-        return "it is causal by itself, and the new layer would not know"
+        return "it is always causal, which the new layer would not know"
     return None
 
 
 def _why_unknown(layer: nn.Module) -> str:
-    names = [name for name, _ in layer.named_parameters()] + [name for name, _ in layer.named_buffers()]
+    names = [name for name, _ in (*layer.named_parameters(), *layer.named_buffers())]
     biases = [name for name in names if _POSITION_BIAS.search(name)]
     if biases:
-        return f"it adds a relative position bias ({biases[0]}) to scores, and codes have no scores to add to"
-    return "no rule is known for its class: see ecoformer.register_conversion"
+        return f"it adds a relative position bias ({biases[0]}) to scores, which codes do not have"
+    return "its class has no rule: see ecoformer.register_conversion"
 
 
 def choose(found: list[Found], layers: Selection) -> dict[str, str | None]:
-    """Why each layer is left as it is, or None where it is to be converted.
+    """For each layer the reason to skip it, or None to convert it.
 
-    By default the last stage of a pyramid stays as it is, as in the paper, and so does what is unknown.
+    By default the last stage of a pyramid is skipped, as in the paper, and so are unknown classes.
     """
     if layers is None:
-        return {f.name: _left_by_default(f, found) for f in found}
+        return {f.name: _skipped_by_default(f, found) for f in found}
     if callable(layers):
         return {f.name: None if layers(f.name, f.layer) else "not chosen" for f in found}
     if not isinstance(layers, (str, Iterable)):
@@ -177,13 +177,16 @@ def choose(found: list[Found], layers: Selection) -> dict[str, str | None]:
     patterns = ["*" if pattern == "all" else pattern for pattern in patterns]
     for pattern in patterns:
         if not any(fnmatchcase(f.name, pattern) for f in found):
+            names = [f.name or "the model itself" for f in found]
+            if len(names) > 4:
+                names = [*names[:3], f"... ({len(names)} in all)"]
             raise ValueError(
-                f"layers={pattern!r} matches no attention layer; there are {', '.join(_names(found))}"
+                f"layers={pattern!r} matches no attention layer; there are {', '.join(names) or 'none'}"
             )
     return {f.name: None if any(fnmatchcase(f.name, p) for p in patterns) else "not chosen" for f in found}
 
 
-def _left_by_default(layer: Found, found: list[Found]) -> str | None:
+def _skipped_by_default(layer: Found, found: list[Found]) -> str | None:
     if layer.source is None:
         return None if layer.rule is not None else layer.refusal
     widths = [f.source.dim for f in found if f.source is not None]
@@ -191,8 +194,3 @@ def _left_by_default(layer: Found, found: list[Found]) -> str | None:
     if is_pyramid and layer.source.dim == widths[-1]:
         return f"last stage ({widths[-1]} channels)"
     return None
-
-
-def _names(found: list[Found]) -> list[str]:
-    names = [f.name or "the model itself" for f in found]
-    return [*names[:3], f"... ({len(names)} in all)"] if len(names) > 4 else names or ["none"]

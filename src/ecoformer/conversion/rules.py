@@ -1,4 +1,4 @@
-"""Rules: how to read an attention class that is not ours, and how its model calls it."""
+"""Rules: how to read another library's attention class, and how its model calls it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import nn
 from ecoformer.attention import Attention
 from ecoformer.attention.weights import Projections
 
-Call = Callable[..., Any]
+AnyCall = Callable[..., Any]
 
 
-class Image(NamedTuple):
+class ImageGrid(NamedTuple):
     """How tokens lie in an image: `prefix` tokens, then the grid row by row."""
 
     grid: tuple[int, int]
@@ -27,47 +27,42 @@ class Rule:
     """How one attention class is converted; see `register_conversion`."""
 
     projections: Callable[[nn.Module], Projections]
-    call: Call
+    call: AnyCall
     drops: tuple[str, ...] = ()
     refuse: Callable[[nn.Module], str | None] | None = None
     passes_grid: bool = False
-    image: Callable[[nn.Module], Image | None] | None = None
+    image: Callable[[nn.Module], ImageGrid | None] | None = None
     bind: Callable[[Any], dict[str, Any]] | None = None
 
 
 _RULES: dict[str, Rule] = {}
 
 
-def dotted_name(cls: type) -> str:
-    """The name under which a class has its rule."""
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
 def register_conversion(
     layer_class: type[nn.Module] | str,
     *,
     projections: Callable[[nn.Module], Projections],
-    call: Call,
+    call: AnyCall,
     drops: tuple[str, ...] = (),
     refuse: Callable[[nn.Module], str | None] | None = None,
     passes_grid: bool = False,
-    image: Callable[[nn.Module], Image | None] | None = None,
+    image: Callable[[nn.Module], ImageGrid | None] | None = None,
     bind: Callable[[Any], dict[str, Any]] | None = None,
 ) -> None:
-    """Teach `convert` an attention class. A later rule for the same class takes the place of an earlier.
+    """Add an attention class to those that `convert` supports, or replace its rule.
 
     Args:
-        layer_class: the class, or its dotted name. Subclasses need rules of their own: they may compute
+        layer_class: the class, or its dotted name. Subclasses need their own rules: they may compute
             something else.
         projections: reads a layer: `lambda layer: Projections.of_linears(layer.heads, layer.q, ...)`.
-        call: stands in for the layer's `forward`. Its first argument is the mechanism, to be called as
+        call: replaces the layer's `forward`. Its first argument is the mechanism, called as
             `attention(x, key_padding_mask=..., is_causal=..., grid=...)`; the others are the layer's own.
-        drops: names of submodules and parameters that are left behind knowingly. A layer that holds anything
-            else that `projections` did not read is refused, so that nothing is lost in silence.
-        refuse: says why a layer of this class cannot be converted, or None.
-        passes_grid: whether `call` gives the mechanism its `grid`, so that `local=(3, 3)` is possible.
-        image: reads the grid from the model where it is fixed and layers are not told.
-        bind: reads from the layer what `call` must know of it, as keyword arguments: plain values only.
+        drops: names of submodules and parameters that may be left behind. A layer with any other parameter
+            that `projections` does not read is refused, so that nothing is lost silently.
+        refuse: returns why a layer of this class cannot be converted, or None.
+        passes_grid: whether `call` passes `grid` to the mechanism, so that `local=(3, 3)` is possible.
+        image: reads the grid from the model, if it is fixed and layers do not get it.
+        bind: reads from the layer what `call` needs, as keyword arguments: plain values only.
 
     >>> register_conversion(
     ...     MyAttention,
@@ -75,14 +70,18 @@ def register_conversion(
     ...     call=lambda attention, x, mask=None: attention(x, key_padding_mask=mask),
     ... )
     """
-    name = layer_class if isinstance(layer_class, str) else dotted_name(layer_class)
+    name = layer_class if isinstance(layer_class, str) else _dotted_name(layer_class)
     drops = (drops,) if isinstance(drops, str) else tuple(drops)
     _RULES[name] = Rule(projections, call, drops, refuse, passes_grid, image, bind)
 
 
+def _dotted_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def rule_for(layer: nn.Module) -> Rule | None:
-    """The rule of the layer's very class."""
-    return _RULES.get(dotted_name(type(layer)))
+    """The rule of exactly the layer's class."""
+    return _RULES.get(_dotted_name(type(layer)))
 
 
 def known_modules() -> set[str]:
@@ -91,24 +90,24 @@ def known_modules() -> set[str]:
 
 
 class Adapter(nn.Module):
-    """A mechanism in the place of a model's own attention: called as that was, returning what that did."""
+    """A mechanism in place of a model's own attention, with the same arguments and results."""
 
     def __init__(
         self,
         attention: Attention,
         rule: Rule,
-        image: Image | None = None,
+        image: ImageGrid | None = None,
         bound: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.attention = attention
         self.rule, self.image, self.bound = rule, image, bound or {}
-        # nn.TransformerEncoderLayer asks before it takes a short cut past the layer.
+        # nn.TransformerEncoderLayer asks for this before it takes its fast path past the layer.
         self.batch_first = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the layer that was replaced."""
-        attend: Callable[..., Any] = self.attention
+        """Called like the layer that was replaced."""
+        attend: AnyCall = self.attention
         if self.image is not None:
             attend = partial(attend, grid=self.image.grid, prefix=self.image.prefix)
         return self.rule.call(attend, *args, **kwargs, **self.bound)

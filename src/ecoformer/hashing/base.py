@@ -1,4 +1,4 @@
-"""What every hasher is: tokens (B, H, N, D) to codes (B, H, N, b), learned or drawn head by head."""
+"""The interface of hashers: tokens (B, H, N, D) to codes (B, H, N, b), learned or drawn for each head."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules import module
 from typing_extensions import Self
 
@@ -16,28 +17,21 @@ from ecoformer.backends.eager import full_precision
 from ecoformer.backends.hashing import Functions
 from ecoformer.functional import Surrogate, check_surrogate, sign_ste
 from ecoformer.hashing.quality import HashQuality, hash_quality
-from ecoformer.hashing.ranks import broadcast_state, gather_tokens, same_order
 from ecoformer.hashing.solver import FitOptions, Tick
 from ecoformer.operations import Described
 from ecoformer.randomness import seeded
 
 
-def wide_dtype() -> torch.dtype:
-    """The default dtype, or fp32 where that is half precision: hash functions need it."""
-    default = torch.get_default_dtype()
-    return torch.float32 if default.itemsize < 4 else default
-
-
 class UnfittedHasherError(RuntimeError):
-    """Codes were asked of a hasher that has learned nothing yet."""
+    """A hasher was asked for codes before it was fitted."""
 
 
 class Hasher(Described, nn.Module):
     """Hash functions of one attention layer.
 
-    A hasher computes a real number for every bit (`project`) and takes its sign. In the backward pass the
-    sign is replaced by a stand-in (`surrogate`), so the tokens get a gradient. All state is in buffers,
-    `fitted` included, so it is saved, loaded and moved with the module.
+    A hasher computes a real number for every bit (`project`) and takes its sign. In the backward pass a
+    surrogate replaces the sign, so the tokens get a gradient. All state is in buffers, `fitted` included, so
+    it is saved, loaded and moved with the module.
 
     Args:
         num_heads: heads; each has its own hash functions.
@@ -63,7 +57,7 @@ class Hasher(Described, nn.Module):
         super().__init__()
         for name, value in (("num_heads", num_heads), ("head_dim", head_dim), ("bits", bits)):
             if not isinstance(value, int):
-                raise TypeError(f"{name} must be a whole number, got {value!r}")
+                raise TypeError(f"{name} must be an integer, got {value!r}")
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if sign_of_zero not in (-1, 0, 1):
@@ -78,19 +72,6 @@ class Hasher(Described, nn.Module):
         """Real numbers (B, H, N, b) whose signs are the codes; `valid` (B, N) is False for padding."""
         raise NotImplementedError
 
-    @property
-    def token_wise(self) -> bool:
-        """Whether a token's code depends on that token alone."""
-        return True
-
-    def functions(self) -> Functions | None:
-        """The hash functions as plain tensors, where a backend may compute codes in the place of `forward`.
-
-        None where it may not: `forward` has hooks that want to be called, the hash functions or the sign are
-        others than backends know.
-        """
-        return None
-
     def learn(
         self,
         tokens: Tensor,
@@ -99,17 +80,28 @@ class Hasher(Described, nn.Module):
         options: FitOptions,
         tick: Tick | None,
     ) -> None:
-        """Set the buffers from finite tokens (B, H, N, D) of fp32 or fp64, zero where they are padding."""
+        """Set the buffers from finite tokens (B, H, N, D) in fp32 or fp64, zero where they are padding."""
         raise NotImplementedError
+
+    @property
+    def token_wise(self) -> bool:
+        """Whether a token's code depends on that token alone."""
+        return True
+
+    def functions(self) -> Functions | None:
+        """The hash functions as plain tensors, for backends that compute codes in place of `forward`.
+
+        None if no backend may: `forward` has hooks, or backends do not know these functions or this sign.
+        """
+        return None
 
     def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Codes (B, H, N, b) of ±1 in the tokens' dtype; `key_padding_mask` (B, N) is True for padding."""
         self._check(tokens, key_padding_mask)
         self._require_fitted()
-        # Codes hang on the sign of small differences: half precision would flip them.
+        # Codes depend on the sign of small differences, which half precision would flip.
         with full_precision(tokens.device):
-            wide = tokens if tokens.dtype == torch.float64 else tokens.float()
-            y = self.project(wide, None if key_padding_mask is None else ~key_padding_mask)
+            y = self.project(_widened(tokens), None if key_padding_mask is None else ~key_padding_mask)
             return sign_ste(y, self.surrogate, self.sign_of_zero).to(tokens.dtype)
 
     @torch.no_grad()
@@ -127,27 +119,26 @@ class Hasher(Described, nn.Module):
 
         Args:
             tokens: what the layer hashes. Attention scores are those within a sample.
-            key_padding_mask: (B, N), True for padding, which teaches nothing.
-            seed: same seed and same samples, same result, in whatever order and on however many ranks.
+            key_padding_mask: (B, N), True for padding, which is ignored.
+            seed: the same seed and samples give the same result, in any order and on any number of ranks.
             options: how to learn, see `FitOptions`.
             group: process group whose ranks each hold some of the samples; all learn from all.
             tick: called once for every bit learned.
         """
         self._check(tokens, key_padding_mask)
-        tokens = tokens.detach()
-        tokens = tokens if tokens.dtype == torch.float64 else tokens.float()
+        tokens = _widened(tokens.detach())
         valid = None if key_padding_mask is None else ~key_padding_mask
         if group is not None:
-            tokens, valid = gather_tokens(tokens, valid, group)
+            tokens, valid = _gather_tokens(tokens, valid, group)
         if valid is not None:
             tokens = tokens.masked_fill(~valid[:, None, :, None], 0)
         self._check_finite(tokens)
-        tokens, valid = same_order(tokens, valid)
+        tokens, valid = _sorted_samples(tokens, valid)
         with full_precision(tokens.device):
             self.learn(tokens, valid, seeded(seed), options or FitOptions(), tick)
         self._set_fitted()
         if group is not None:
-            broadcast_state(self, group)
+            _broadcast_state(self, group)
         return self
 
     @torch.no_grad()
@@ -155,27 +146,22 @@ class Hasher(Described, nn.Module):
         self, tokens: Tensor, neighbours: int = 10, key_padding_mask: Tensor | None = None
     ) -> HashQuality:
         """Objective and recall of the codes on tokens (B, H, N, D), preferably not those of `fit`."""
-        codes = self(tokens, key_padding_mask)
-        wide = tokens if tokens.dtype == torch.float64 else tokens.float()
-        if key_padding_mask is None:
-            valid = None
-        else:
+        codes, tokens, valid = self(tokens, key_padding_mask), _widened(tokens), None
+        if key_padding_mask is not None:
             valid = ~key_padding_mask
-            wide = wide.masked_fill(key_padding_mask[:, None, :, None], 0)
-        self._check_finite(wide)
-        return hash_quality(codes, wide, neighbours, valid)
-
-    def extra_repr(self) -> str:
-        """What `print(module)` shows."""
-        return (
-            f"num_heads={self.num_heads}, head_dim={self.head_dim}, bits={self.bits}, "
-            f"fitted={bool(self.fitted) if self.fitted.device.type != 'meta' else 'meta'}"
-        )
+            tokens = tokens.masked_fill(key_padding_mask[:, None, :, None], 0)
+        self._check_finite(tokens)
+        return hash_quality(codes, tokens, neighbours, valid)
 
     @property
     def is_fitted(self) -> bool:
         """Whether there are hash functions to compute codes with."""
         return self._known_fitted or (not self.fitted.is_meta and bool(self.fitted))
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        sizes = f"num_heads={self.num_heads}, head_dim={self.head_dim}, bits={self.bits}"
+        return f"{sizes}, fitted={'meta' if self.fitted.is_meta else self.is_fitted}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Keep the hash functions in fp32 when the model goes to half precision: they are small and exact."""
@@ -192,8 +178,8 @@ class Hasher(Described, nn.Module):
             self._known_fitted = False
         return self
 
-    def _bare(self) -> bool:
-        """Whether `forward` is nothing but the sign of `project`, of fitted hash functions in fp32."""
+    def _is_plain(self) -> bool:
+        """Whether `forward` does nothing but take the sign of `project`."""
         hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
         if any(hooks) or _has_global_hooks() or "forward" in self.__dict__:
             return False
@@ -207,7 +193,7 @@ class Hasher(Described, nn.Module):
         self._known_fitted = True
 
     def _require_fitted(self) -> None:
-        # The buffer is asked only until it says yes: reading it would stall a GPU in every call.
+        # The buffer is read only until it is True: reading it in every call would stall a GPU.
         if self._known_fitted:
             return
         if not bool(self.fitted):
@@ -222,34 +208,89 @@ class Hasher(Described, nn.Module):
         self._known_fitted = not self.fitted.is_meta and bool(self.fitted)
 
     def _check(self, tokens: Tensor, key_padding_mask: Tensor | None) -> None:
-        expected = f"(B, {self.num_heads}, N, {self.head_dim})"
-        if tokens.ndim != 4 or tokens.shape[1] != self.num_heads or tokens.shape[3] != self.head_dim:
-            raise ValueError(f"tokens must be {expected}, got {shape(tokens)}")
+        if tokens.ndim != 4 or (tokens.shape[1], tokens.shape[3]) != (self.num_heads, self.head_dim):
+            raise ValueError(f"tokens must be (B, {self.num_heads}, N, {self.head_dim}), got {shape(tokens)}")
         if not tokens.is_floating_point():
             raise TypeError(f"tokens must be floating point, got {tokens.dtype} {shape(tokens)}")
-        if key_padding_mask is None:
-            return
         wanted = (tokens.shape[0], tokens.shape[2])
-        if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != wanted:
+        mask = key_padding_mask
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != wanted):
             raise ValueError(
-                f"key_padding_mask must be bool (B, N) = {wanted}, "
-                f"got {key_padding_mask.dtype} {shape(key_padding_mask)}"
+                f"key_padding_mask must be bool (B, N) = {wanted}, got {mask.dtype} {shape(mask)}"
             )
 
     def _check_finite(self, tokens: Tensor) -> None:
         broken = int((~tokens.square().sum(dim=-1).isfinite()).flatten(1).any(dim=1).sum())
         if broken:
             raise ValueError(
-                f"tokens {shape(tokens)} hold NaN or infinity in {broken} of {len(tokens)} samples, or "
-                f"lengths that overflow {tokens.dtype}: nothing can be learned or judged from them"
+                f"tokens {shape(tokens)} have NaN, infinity or lengths that overflow {tokens.dtype} in "
+                f"{broken} of {len(tokens)} samples"
             )
 
 
+def _widened(tokens: Tensor) -> Tensor:
+    return tokens if tokens.dtype == torch.float64 else tokens.float()
+
+
+def wide_dtype() -> torch.dtype:
+    """The default dtype, or fp32 where that is half precision."""
+    default = torch.get_default_dtype()
+    return torch.float32 if default.itemsize < 4 else default
+
+
 def _has_global_hooks() -> bool:
-    """Whether all modules have hooks; PyTorch's own function for this is younger than PyTorch 2.6."""
+    """PyTorch has a function for this, but not yet in 2.6."""
     return bool(
         module._global_forward_hooks
         or module._global_forward_pre_hooks
         or module._global_backward_hooks
         or module._global_backward_pre_hooks
     )
+
+
+def _sorted_samples(tokens: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Samples (B, H, N, D) in an order that depends on their content alone.
+
+    Ranks hold the samples of a batch in another order than one process; random draws must not depend on it.
+    """
+    _, heads, n, dim = tokens.shape
+    position = torch.arange(n, dtype=torch.float64, device=tokens.device).cos()
+    channel = torch.arange(heads * dim, dtype=torch.float64, device=tokens.device).cos().view(heads, dim)
+    order = torch.einsum("bhnd,n,hd->b", tokens.double(), position, channel).argsort(stable=True)
+    return tokens[order], None if valid is None else valid[order]
+
+
+def _gather_tokens(
+    tokens: Tensor, valid: Tensor | None, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor | None]:
+    """All ranks' samples (B, H, N, D), padded to the longest; ranks may differ in B and in N."""
+    batch, _, n, _ = tokens.shape
+    own = torch.tensor([batch, n, int(valid is not None)], device=tokens.device)
+    sizes = _all_gather(own, group)
+    most, longest, masked = torch.stack(sizes).amax(dim=0).tolist()
+    if valid is None:
+        valid = tokens.new_ones(batch, n, dtype=torch.bool)
+    tokens = F.pad(tokens, (0, 0, 0, longest - n, 0, 0, 0, most - batch))
+    present = F.pad(valid.to(torch.uint8), (0, longest - n, 0, most - batch))
+    counts = [int(size[0]) for size in sizes]
+    tokens, present = (
+        torch.cat([x[:count] for x, count in zip(_all_gather(part, group), counts, strict=True)])
+        for part in (tokens, present)
+    )
+    ragged = bool(masked) or any(int(size[1]) != longest for size in sizes)
+    return tokens, present.bool() if ragged else None
+
+
+def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    tensor = tensor.contiguous()
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor, group=group)
+    return parts
+
+
+def _broadcast_state(hasher: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give all ranks the first rank's tensors: devices may round differently."""
+    first = dist.get_global_rank(group, 0)
+    for tensor in hasher.state_dict().values():
+        if tensor.dtype != torch.bool:
+            dist.broadcast(tensor, src=first, group=group)

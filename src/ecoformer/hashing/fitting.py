@@ -1,4 +1,4 @@
-"""Fitting every hasher of a model, on what its layer really receives."""
+"""Fitting every hasher of a model, each on the tokens that its layer receives."""
 
 from __future__ import annotations
 
@@ -39,30 +39,28 @@ def fitting(
     """While the context is open, each hasher that the model reaches is fitted once, just before it hashes.
 
     One forward pass fits all layers in the order of the data, so later layers see earlier ones already
-    fitted. Works inside a training step too. Yields the list of fitted names, which grows.
+    fitted. Also works inside a training step. Yields the growing list of fitted names.
 
     >>> with fitting(model):
     ...     model(images)
     """
-    names, group = hashers_of(model), _group_of(group)
+    names, group = hashers_of(model), _check_group(group)
     if not names:
         raise ValueError(f"{type(model).__name__} holds no hasher to fit: convert it or build it with one")
     done: list[str] = []
 
     def make_hook(name: str, layer_seed: int) -> Callable[..., None]:
-        def hook(hasher: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if name in done or not isinstance(hasher, Hasher):
+        def hook(hasher: Hasher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if name in done:
                 return
-            if not hasher.learns:
-                done.append(name)
-                return
-            tokens, mask = _arguments(*args, **kwargs)
-            layer_tick = None if tick is None else partial(tick, name)
-            arguments: dict[str, Any] = {"options": options, "group": group, "tick": layer_tick}
-            try:
-                hasher.fit(tokens, key_padding_mask=mask, seed=layer_seed, **arguments)
-            except ValueError as error:
-                raise ValueError(f"{name or 'hasher'}: {error}") from error
+            if hasher.learns:
+                tokens, mask = _forward_arguments(*args, **kwargs)
+                layer_tick = None if tick is None else partial(tick, name)
+                fit = partial(hasher.fit, options=options, group=group, tick=layer_tick)
+                try:
+                    fit(tokens, key_padding_mask=mask, seed=layer_seed)
+                except ValueError as error:
+                    raise ValueError(f"{name or 'hasher'}: {error}") from error
             done.append(name)
 
         return hook
@@ -72,7 +70,7 @@ def fitting(
         for index, (name, hasher) in enumerate(names.items())
     ]
     try:
-        # A compiled model would not notice hooks that came after its graph.
+        # A compiled model would not notice hooks added after its graph.
         with torch.compiler.set_stance("force_eager"):
             yield done
     finally:
@@ -95,38 +93,48 @@ def fit_hashers(
 ) -> list[str]:
     """Fit all hashers of `model` in one forward pass; returns their names in the order of the data.
 
+    Either all hashers are fitted or, if there is an error, none is changed.
+
     Args:
         model: any module with hashers inside. It runs in eval mode without gradients; its mode is restored.
         batches: tensors, (inputs, ...) tuples or keyword mappings, such as a data loader yields. The first
-            `samples` samples are read and run together as one batch; mappings with an `attention_mask` are
-            padded to one length, others must agree in size.
+            `samples` samples run together as one batch; mappings with an `attention_mask` are padded to one
+            length, others must have the same size.
         samples: how many samples to learn from, on this rank.
-        seed: same seed and same samples, same hash functions, on however many ranks.
+        seed: the same seed and samples give the same hash functions, on any number of ranks.
         options: how to learn, see `FitOptions`.
-        group: process group whose ranks each pass their own samples; all learn from all. Needed where several
-            ranks are up, lest they learn apart; "alone" says that this is wanted.
-        forward: how to run a batch, `forward(model, batch)`, if not `model(inputs)` or `model(**mapping)`.
+        group: process group whose ranks each pass their own samples; all learn from all. Required with
+            several ranks, which would otherwise learn different functions; "alone" allows that.
+        forward: how to run a batch, `forward(model, batch)`; default: `model(inputs)` or `model(**mapping)`.
         progress: show a progress bar, on a terminal and on the first rank only.
     """
     if samples < 1:
         raise ValueError(f"samples must be at least 1, got {samples}")
     batch = _first_samples(batches, samples)
-    anything = next(chain(model.parameters(), model.buffers()), torch.empty(0))
+    tensor = next(chain(model.parameters(), model.buffers()), torch.empty(0))
     options = options or FitOptions()
-    before = {hasher: copy.deepcopy(hasher.state_dict()) for hasher in hashers_of(model).values()}
+    hashers = hashers_of(model)
+    before = {hasher: copy.deepcopy(hasher.state_dict()) for hasher in hashers.values()}
     first_rank = not dist.is_initialized() or dist.get_rank() == 0
+    total = sum(hasher.bits * options.passes for hasher in hashers.values())
     try:
         with (
             eval_mode(model),
             torch.no_grad(),
-            _bar(model, options, progress and first_rank) as tick,
-            fitting(model, seed=seed, options=options, group=group, tick=tick) as done,
+            progress_bar(total, progress and first_rank) as advance,
+            fitting(
+                model,
+                seed=seed,
+                options=options,
+                group=group,
+                tick=lambda name: advance(f"fitting {name or 'hasher'}"),
+            ) as done,
         ):
-            (forward or run)(model, move(batch, anything.device))
-        missed = [name for name in hashers_of(model) if name not in done]
+            (forward or run)(model, move(batch, tensor.device))
+        missed = [name for name in hashers if name not in done]
         if missed:
             raise RuntimeError(f"the forward pass never reached these hashers: {', '.join(missed)}")
-    except BaseException:  # all or none: a partly fitted model could be mistaken for a fitted one
+    except BaseException:
         for hasher, state in before.items():
             hasher.load_state_dict(state)
         raise
@@ -137,7 +145,7 @@ class RefitHashers:
     """Callback for training loops: fit at epoch 0 and again every tau epochs, as the paper does.
 
     Call it at the start of every epoch with batches to learn from; it returns whether it fitted. The seed
-    follows the epoch, so a resumed run fits as an uninterrupted one does.
+    depends on the epoch, so a resumed run fits as an uninterrupted one does.
     """
 
     def __init__(self, model: nn.Module, every: int, *, seed: int = 0, **fit_arguments: Any) -> None:
@@ -146,9 +154,9 @@ class RefitHashers:
         self.model, self.every, self.seed, self.fit_arguments = model, every, seed, fit_arguments
 
     def due(self, epoch: int) -> bool:
-        """Whether the hashers are to be fitted at the start of `epoch` (counted from 0)."""
-        unfitted = any(not bool(hasher.fitted) for hasher in hashers_of(self.model).values())
-        return unfitted or epoch % self.every == 0
+        """Whether to fit at the start of `epoch` (counted from 0)."""
+        fitted = all(hasher.is_fitted for hasher in hashers_of(self.model).values())
+        return not fitted or epoch % self.every == 0
 
     def __call__(self, epoch: int, batches: Iterable[Any]) -> bool:
         """Fit if `epoch` is due."""
@@ -158,39 +166,47 @@ class RefitHashers:
         return True
 
 
-def _group_of(group: Group) -> dist.ProcessGroup | None:
+def _check_group(group: Group) -> dist.ProcessGroup | None:
     if isinstance(group, str) and group != "alone":
         raise ValueError(f'group must be a process group, None or "alone", got {group!r}')
     if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
-            f"{dist.get_world_size()} ranks are up and would learn apart: pass group=dist.group.WORLD, or "
-            'group="alone" if only this rank is to learn'
+            f"group is None, but {dist.get_world_size()} ranks would learn different functions: pass "
+            'group=dist.group.WORLD, or group="alone" if only this rank learns'
         )
     return None if isinstance(group, str) else group
 
 
-def _arguments(tokens: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """The arguments of `Hasher.forward`, however they were passed."""
+def _forward_arguments(
+    tokens: Tensor, key_padding_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The arguments of `Hasher.forward`, by position or by name."""
     return tokens, key_padding_mask
 
 
 def run(model: nn.Module, batch: Any) -> Any:
-    """A batch as loaders yield it through a model: `model(inputs)` or `model(**mapping)`."""
+    """Run a batch as loaders yield it: `model(inputs)` or `model(**mapping)`."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(batch[0] if isinstance(batch, Sequence) else batch)
 
 
+def move(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on `device`."""
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: move(value, device) for key, value in batch.items()}
+    return [move(value, device) for value in batch] if isinstance(batch, (list, tuple)) else batch
+
+
 def check_batches(batches: Any) -> None:
-    """Refuse a batch where batches are asked for."""
+    """Refuse a single batch where an iterable of batches is needed."""
+    needed = "batches must be an iterable of batches, such as a list of tensors"
     if isinstance(batches, (Tensor, Mapping, str)):
-        raise TypeError(
-            f"batches must be an iterable of batches, got one {type(batches).__name__}: put it in a list"
-        )
+        raise TypeError(f"{needed}, got one {type(batches).__name__}: put it in a list")
     if not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
-        raise TypeError(
-            f"batches must be an iterable of batches, such as a list of tensors, got {type(batches).__name__}"
-        )
+        raise TypeError(f"{needed}, got {type(batches).__name__}")
 
 
 def _first_samples(batches: Iterable[Any], samples: int) -> Any:
@@ -209,11 +225,11 @@ def _first_samples(batches: Iterable[Any], samples: int) -> Any:
 
 
 def _length(batch: Any) -> int:
-    if isinstance(batch, Tensor):
-        return len(batch)
     parts: Iterable[Any] = ()
     if isinstance(batch, Mapping):
         parts = batch.values()
+    elif isinstance(batch, Tensor):
+        parts = [batch]
     elif isinstance(batch, Sequence) and not isinstance(batch, str):
         parts = batch
     length = next((len(part) for part in parts if isinstance(part, Tensor)), None)
@@ -231,58 +247,41 @@ def _join(parts: list[Any], samples: int) -> Any:
         if odd is not None:
             raise ValueError(
                 f"batches must agree beyond their first dimension to run together, got {shape(first)} and "
-                f"{shape(odd)}: pad them alike or pass one batch"
+                f"{shape(odd)}: pad them to one size or pass one batch"
             )
         return torch.cat(parts)[:samples]
     if isinstance(first, Mapping):
-        parts = _padded(parts)
+        parts = _pad_texts(parts)
         return {key: _join([part[key] for part in parts], samples) for key in first}
     if isinstance(first, Sequence) and not isinstance(first, str):
         return [_join(list(column), samples) for column in zip(*parts, strict=True)]
     return first
 
 
-def _padded(parts: list[Any]) -> list[Any]:
-    """Batches of texts, each padded to its own longest, padded to one length; masks say what is padding."""
+def _pad_texts(parts: list[Any]) -> list[Any]:
+    """Batches of texts, each padded to its own longest, padded to one length; masks mark the padding."""
     masks = [part.get("attention_mask") for part in parts]
     if not all(isinstance(mask, Tensor) and mask.ndim == 2 for mask in masks):
         return parts
-    longest = max(mask.shape[1] for mask in masks)
+    lengths = [mask.shape[1] for mask in masks]
 
     def pad(x: Any, length: int) -> Any:
         per_token = isinstance(x, Tensor) and x.ndim == 2 and x.shape[1] == length
-        return nn.functional.pad(x, (0, longest - length)) if per_token else x
+        return nn.functional.pad(x, (0, max(lengths) - length)) if per_token else x
 
-    lengths = [mask.shape[1] for mask in masks]
     return [{k: pad(x, n) for k, x in part.items()} for part, n in zip(parts, lengths, strict=True)]
 
 
-def move(batch: Any, device: torch.device) -> Any:
-    """The tensors of a batch on `device`."""
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: move(value, device) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return [move(value, device) for value in batch]
-    return batch
-
-
 @contextlib.contextmanager
-def _bar(model: nn.Module, options: FitOptions, show: bool) -> Iterator[Callable[[str], None] | None]:
-    """A progress bar over all bits of all hashers."""
+def progress_bar(total: int, show: bool) -> Iterator[Callable[[str], None]]:
+    """A progress bar on a terminal; the function advances it by one and sets its description."""
     if not show:
-        yield None
+        yield lambda description: None
         return
     from rich.console import Console
     from rich.progress import Progress
 
-    total = sum(hasher.bits * options.passes for hasher in hashers_of(model).values())
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("fitting hashers", total=total)
-
-        def tick(name: str) -> None:
-            progress.update(task, advance=1, description=f"fitting {name or 'hasher'}")
-
-        yield tick
+        task = progress.add_task("", total=total)
+        yield lambda description: progress.update(task, advance=1, description=description)

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ecoformer.arguments import shape
 from ecoformer.backends.hashing import HashFunctions, project, squared_distances, unit_length
@@ -14,18 +15,17 @@ from ecoformer.functional import Surrogate
 from ecoformer.hashing.base import Hasher, wide_dtype
 from ecoformer.hashing.pairs import CosineLabels, Labels, SparseLabels, find_pairs
 from ecoformer.hashing.solver import FitOptions, Tick, learn_bits
-from ecoformer.hashing.support import draw_support, spread_support
 from ecoformer.operations import Counts, Operations, Product
-
-__all__ = ["MAX_BITS", "KernelData", "KernelHasher", "KlshHasher", "squared_distances", "unit_length"]
 
 MAX_BITS = 64
 _SAME = 8
-"""Mean squared distance of tokens that are one and the same, at most, in units of rounding."""
+"""Tokens count as equal up to this mean squared distance, in units of the rounding error."""
+_KMEANS_STEPS = 10
+"""The centres hardly move after that, and the codes no longer change."""
 
 
 class KernelData(NamedTuple):
-    """What A is learned from: tokens and features of all samples, head by head."""
+    """What A is learned from: tokens and features of all samples, by head."""
 
     unit: Tensor
     """(H, B, N, D) tokens of unit length."""
@@ -42,17 +42,17 @@ class KernelData(NamedTuple):
 
 
 class KernelHasher(Hasher):
-    """H(Q) = sign(g(Q) A): Gaussian kernels on m support samples, made zero-mean, mixed by learned weights.
+    """H(Q) = sign(g(Q) A): zero-mean Gaussian kernels on m support samples, mixed by learned weights.
 
     Args:
         num_heads: heads; each has its own hash functions.
         head_dim: D, channels of a head.
         bits: b, length of a code, 1 to 64.
         support: m, the number of support samples.
-        sigma: where the kernel width in exp(-d^2 / (2 sigma)) comes from. "stored": the mean squared
-            distance of the tokens that `fit` saw. "input": that of the tokens at hand, sample by sample, as
-            in the released code; codes then depend on the other tokens of the sample.
-        trainable: lets A follow the task's gradient, between fits.
+        sigma: source of the kernel width in exp(-d^2 / (2 sigma)). "stored": the mean squared distance of the
+            tokens that `fit` saw. "input": that of each input sample, as in the released code; codes then
+            depend on the other tokens of the sample.
+        trainable: makes A a parameter, trained by the task's gradient between fits.
         surrogate: gradient of the sign, see `sign_ste`.
         sign_of_zero: +1 in the paper, 0 in the released code.
     """
@@ -99,7 +99,7 @@ class KernelHasher(Hasher):
         return self.sigma_from == "stored"
 
     def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
-        """g(Q) A, of root mean square about 1 on the tokens that were fitted."""
+        """g(Q) A, with a root mean square of about 1 on the tokens of `fit`."""
         if self.sigma_from == "stored":
             return project(tokens, self._functions())
         dtype = tokens.dtype
@@ -117,9 +117,9 @@ class KernelHasher(Hasher):
         ]
 
     def functions(self) -> HashFunctions | None:
-        """Support samples, mean, widths and A, unless the widths are those of the input."""
+        """Support samples, mean, widths and A, unless the widths come from the input."""
         known = type(self).project is KernelHasher.project and self.sigma_from == "stored"
-        return self._functions() if known and self._bare() else None
+        return self._functions() if known and self._is_plain() else None
 
     def _functions(self) -> HashFunctions:
         return HashFunctions(self.support_samples, self.mean, self.sigma, self.weight)
@@ -139,13 +139,14 @@ class KernelHasher(Hasher):
         if self._moves_support and options.support == "kmeans":
             support = spread_support(unit, valid, support)
         distances = squared_distances(unit, support.unsqueeze(1))
-        everyone = None if valid is None else valid.reshape(1, -1)
-        sigma = _width(distances.flatten(1, 2), everyone)
+        all_valid = None if valid is None else valid.reshape(1, -1)
+        mean_distance = _mean_distance(distances.flatten(1, 2), all_valid)
+        sigma = torch.where(mean_distance == 0, 1, mean_distance)
         widths = sigma.view(-1, 1, 1, 1)
         if self.sigma_from == "input":
             widths = _width(distances.transpose(0, 1), valid).mT[..., None, None]
         kernel = torch.exp(-distances / (2 * widths))
-        mean = _mean_over_tokens(kernel.flatten(1, 2), everyone)
+        mean = _mean_over_tokens(kernel.flatten(1, 2), all_valid)
         features = kernel - mean[:, None, None, :]
         if present is not None:
             features = features.masked_fill(~present.unsqueeze(-1), 0)
@@ -153,9 +154,14 @@ class KernelHasher(Hasher):
         # Squared distances of unit tokens are off by about twice the rounding; the kernel divides by 2 sigma.
         data = KernelData(unit, present, features, support, sigma, rounding / sigma)
         weight = self._solve(data, generator, options, tick)
-        same = _mean_distance(distances.flatten(1, 2), everyone) <= _SAME * rounding
+        same = mean_distance <= _SAME * rounding
         if bool(same.any()):
-            _warn_of_same(same, tokens)
+            heads = ", ".join(str(head) for head in same.nonzero().flatten().tolist())
+            warnings.warn(
+                f"tokens {shape(tokens)} are all the same in head {heads}, up to length and rounding: "
+                "nothing can be learned from them, and all tokens get the same code there",
+                stacklevel=4,  # the caller of `fit`
+            )
             weight = weight.masked_fill(same.view(-1, 1, 1), 0)
         self.support_samples.copy_(support)
         self.sigma.copy_(sigma)
@@ -178,8 +184,8 @@ class KlshHasher(KernelHasher):
     """Kernelised locality-sensitive hashing: random hyperplanes in the kernel's own feature space.
 
     A bit's weights are K^(-1/2) times the indicator of a few random support samples, with K the centred
-    kernel matrix of the support samples (Kulis and Grauman, 2009). Nothing is learned beyond that, and the
-    support samples stay the random tokens they were drawn as.
+    kernel matrix of the support samples (Kulis and Grauman, 2009). Nothing else is learned, and the support
+    samples stay the random tokens that were drawn.
     """
 
     _moves_support = False
@@ -204,12 +210,49 @@ class KlshHasher(KernelHasher):
         return weight.to(data.features.dtype)
 
 
+def draw_support(unit: Tensor, valid: Tensor | None, count: int, generator: torch.Generator) -> Tensor:
+    """`count` random tokens of every head (H, m, D), from all samples' unit tokens (H, B, N, D)."""
+    heads, batch, n, dim = unit.shape
+    candidates = torch.arange(batch * n, device="cpu")
+    if valid is not None:
+        candidates = candidates[valid.flatten().cpu()]
+    if len(candidates) < count:
+        raise ValueError(
+            f"tokens {shape(unit.transpose(0, 1))} hold {len(candidates)} tokens a head (padding excluded), "
+            f"fewer than support={count}: pass more tokens or lower support"
+        )
+    picks = [
+        candidates[torch.randperm(len(candidates), generator=generator, device="cpu")] for _ in range(heads)
+    ]
+    index = torch.stack(picks)[:, :count, None].expand(-1, -1, dim).to(unit.device)
+    return unit.flatten(1, 2).gather(1, index)
+
+
+def spread_support(unit: Tensor, valid: Tensor | None, support: Tensor) -> Tensor:
+    """Support samples after k-means: each becomes the mean of the tokens nearest to it."""
+    points = unit.flatten(1, 2)
+    weight = points.new_ones(points.shape[1])
+    if valid is not None:
+        weight = valid.flatten().to(points.dtype)
+        points = points.masked_fill(~valid.flatten().unsqueeze(-1), 0)
+    for _ in range(_KMEANS_STEPS):
+        nearest = (points @ support.mT - support.square().sum(dim=-1).unsqueeze(1) / 2).argmax(dim=-1)
+        member = F.one_hot(nearest, support.shape[1]).to(points.dtype) * weight.unsqueeze(-1)
+        size = member.sum(dim=1).unsqueeze(-1)
+        support = torch.where(size > 0, (member.mT @ points) / size.clamp_min(1), support)
+    return support
+
+
 def _mean_over_tokens(x: Tensor, valid: Tensor | None) -> Tensor:
-    """Mean of (..., N, m) over the tokens that are no padding; `valid` (B, N)."""
+    """Mean of (..., N, m) over tokens that are not padding; `valid` (B, N)."""
     if valid is None:
         return x.mean(dim=-2)
     present = valid.unsqueeze(-1) if x.ndim == 3 else valid[:, None, :, None]
     return x.masked_fill(~present, 0).sum(dim=-2) / present.sum(dim=-2).clamp_min(1)
+
+
+def _mean_distance(distances: Tensor, valid: Tensor | None) -> Tensor:
+    return _mean_over_tokens(distances, valid).mean(dim=-1)
 
 
 def _width(distances: Tensor, valid: Tensor | None) -> Tensor:
@@ -218,23 +261,10 @@ def _width(distances: Tensor, valid: Tensor | None) -> Tensor:
     return torch.where(mean == 0, 1, mean)
 
 
-def _mean_distance(distances: Tensor, valid: Tensor | None) -> Tensor:
-    return _mean_over_tokens(distances, valid).mean(dim=-1)
-
-
-def _warn_of_same(same: Tensor, tokens: Tensor) -> None:
-    heads = ", ".join(str(head) for head in same.nonzero().flatten().tolist())
-    warnings.warn(
-        f"tokens {shape(tokens)} are all the same, up to their length and to rounding, in head {heads}: "
-        "nothing can be learned from them, and all tokens get one code there",
-        stacklevel=5,  # whoever called `fit`
-    )
-
-
 def _unit_scale(weight: Tensor, features: Tensor, present: Tensor | None) -> Tensor:
-    """Weights scaled so that g(Q) A has root mean square 1: signs stay, and the sign's stand-in sees them.
+    """Weights scaled so that g(Q) A has root mean square 1.
 
-    The gradient passes where |g(Q) A| <= 1, so the scale that fitting leaves open decides who learns.
+    Signs do not change. But the gradient passes where |g(Q) A| <= 1, and fitting leaves the scale open.
     """
     y = features.flatten(1, 2) @ weight
     share = 1.0 if present is None else present.float().mean().clamp_min(1e-30)

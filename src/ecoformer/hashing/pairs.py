@@ -1,6 +1,6 @@
-"""Which tokens are alike: the pairs with the largest and smallest attention scores, found block by block.
+"""Similar and dissimilar tokens: the pairs with the largest and smallest attention scores, block by block.
 
-Queries and keys are one projection of unit length here, so a row's attention scores rise with its cosines.
+Queries and keys are one projection of unit length here, so attention scores grow with the cosine.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _BLOCK_ELEMENTS = 1 << 22
-"""Largest block of scores held at a time."""
+"""Most scores in memory at a time."""
 
 
 class Pairs(NamedTuple):
-    """Every token's similar and dissimilar tokens, as indices (..., N, l), and which entries count (1.0)."""
+    """Indices (..., N, l) of every token's similar and dissimilar tokens, and which entries count (1.0)."""
 
     similar: Tensor
     dissimilar: Tensor
@@ -33,16 +33,16 @@ def row_blocks(tokens: Tensor) -> Iterator[slice]:
 
 
 def own_scores(scores: Tensor, block: slice, value: float) -> Tensor:
-    """`scores` (..., rows, N) of a row block with every token's score against itself set to `value`."""
+    """`scores` (..., rows, N) of a row block, with every token's score with itself set to `value`."""
     own = torch.arange(block.start, block.stop, device=scores.device).unsqueeze(-1)
     return scores.scatter(-1, own.expand(*scores.shape[:-1], 1), value)
 
 
 def find_pairs(tokens: Tensor, l: int, valid: Tensor | None = None) -> Pairs:  # noqa: E741
-    """The l tokens most and least like each token of `tokens` (..., N, D), itself left out.
+    """The l most and least similar tokens of each token of `tokens` (..., N, D), itself excluded.
 
-    `valid` (..., N) is False for padding, which pairs with nobody. Where fewer than 2 l others are there,
-    both lists are cut so that no pair is in both.
+    `valid` (..., N) is False for padding, which is in no pair. With fewer than 2 l other tokens, both lists
+    are shortened so that no pair is in both.
     """
     n = tokens.shape[-2]
     width = min(l, max(0, (n - 1) // 2))
@@ -51,7 +51,7 @@ def find_pairs(tokens: Tensor, l: int, valid: Tensor | None = None) -> Pairs:  #
     if valid is not None:
         limit = (valid.sum(dim=-1) - 1) // 2
         kept = torch.arange(width, device=unit.device) < limit[..., None, None]
-    # Filled in place: lists kept between blocks of scores would scatter the heap and hold on to its memory.
+    # Filled in place: tensors allocated between blocks of scores would fragment the heap.
     similar = torch.empty(*tokens.shape[:-1], width, dtype=torch.int64, device=unit.device)
     dissimilar = torch.empty_like(similar)
     for block in row_blocks(unit):
@@ -62,7 +62,7 @@ def find_pairs(tokens: Tensor, l: int, valid: Tensor | None = None) -> Pairs:  #
         alike = similar[..., block, :]
         alike.copy_(own_scores(near, block, -torch.inf).topk(width, dim=-1).indices)
         far = own_scores(far, block, torch.inf)
-        # Scores tie: a token that is among the similar ones must not be found again from the other end.
+        # Scores tie: a token among the similar ones must not be among the dissimilar ones too.
         far = far.scatter(-1, alike, far.gather(-1, alike).masked_fill(kept, torch.inf))
         dissimilar[..., block, :] = far.topk(width, dim=-1, largest=False).indices
     counts = (kept if valid is None else kept & valid.unsqueeze(-1)).to(unit.dtype)
@@ -71,14 +71,14 @@ def find_pairs(tokens: Tensor, l: int, valid: Tensor | None = None) -> Pairs:  #
 
 
 class Labels(Protocol):
-    """What products of codes are to reproduce, as a matrix that can only be multiplied with."""
+    """The target of the codes' products, as a matrix that can only be multiplied with."""
 
     def __matmul__(self, x: Tensor) -> Tensor:
         """The matrix times x (..., N, p)."""
 
 
 class CosineLabels:
-    """Every pair's cosine, after the sample's mean token is taken off: a matrix of rank D, never formed."""
+    """Every pair's cosine, after subtracting the sample's mean token: a matrix of rank D, never formed."""
 
     def __init__(self, unit: Tensor, valid: Tensor | None) -> None:
         if valid is None:
@@ -97,7 +97,7 @@ class CosineLabels:
 class SparseLabels:
     """The label matrices Y of all samples and heads, made symmetric: (Y + Y^T) / 2, about 4 l numbers a row.
 
-    h^T Y h is the same for both, and the gradient of the symmetric form needs no transpose.
+    h^T Y h does not change, and the gradient of the symmetric form needs no transpose.
     """
 
     def __init__(self, pairs: Pairs) -> None:
@@ -112,8 +112,6 @@ class SparseLabels:
         values = torch.cat([counts.flatten(), -counts.flatten()])
         keep = values != 0
         rows, columns, values = rows[keep], columns[keep], values[keep]
-        self.square_norm = values.square().sum()
-        """|Y|^2 of the labels as they were before they were made symmetric."""
         both = torch.cat([rows, columns])
         order = both.argsort(stable=True)
         self._columns = torch.cat([columns, rows])[order]

@@ -1,4 +1,4 @@
-"""How well codes keep what attention needs: the paper's objective, and recall of the nearest neighbours."""
+"""How well codes preserve what attention needs: the paper's objective, and recall of nearest neighbours."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class HashQuality:
     """Quality of codes on some tokens.
 
     Attributes:
-        objective: |H H^T - b Y|^2, the mean over samples and heads.
-        recall: share of softmax's top-l neighbours among the l nearest codes, the mean over tokens. Codes
-            tie often; this is the expectation when ties are broken at random.
-        correlation: of the codes' products with the tokens' cosines over all pairs, the mean over samples and
-            heads. The objective asks for 0 wherever a pair is neither among the most nor the least alike, so
-            codes can have a low objective and yet tell little of the similarities in between.
-        objective_per_head: the objective head by head (H,).
-        recall_per_head: the recall head by head (H,).
+        objective: |H H^T - b Y|^2, mean over samples and heads.
+        recall: share of softmax's top-l neighbours among the l nearest codes, mean over tokens. Codes tie
+            often; this is the expectation when ties are broken at random.
+        correlation: of the codes' products with the tokens' cosines over all pairs, mean over samples and
+            heads. The objective wants 0 for every pair that is neither among the most nor the least similar,
+            so codes can have a low objective and still lose the similarities in between.
+        objective_per_head: (H,).
+        recall_per_head: (H,).
         neighbours: l.
     """
 
@@ -49,18 +49,12 @@ def hash_quality(
     objective = _objective(codes, pairs).mean(dim=0)
     recall = _recall(codes, pairs, everywhere)
     correlation = _correlation(codes, tokens, valid)
-    return HashQuality(
-        float(objective.mean()),
-        float(recall.mean()),
-        float(correlation.mean()),
-        objective,
-        recall,
-        pairs.similar.shape[-1],
-    )
+    means = float(objective.mean()), float(recall.mean()), float(correlation.mean())
+    return HashQuality(*means, objective, recall, pairs.similar.shape[-1])
 
 
 def _objective(codes: Tensor, pairs: Pairs) -> Tensor:
-    """|H H^T|^2 - 2 b <H H^T, Y> + b^2 |Y|^2 of every sample and head, with nothing of size N x N."""
+    """|H H^T|^2 - 2 b <H H^T, Y> + b^2 |Y|^2 of every sample and head, without an N x N matrix."""
     bits = codes.shape[-1]
     gram = codes.mT @ codes
     agreement = (codes * (SparseLabels(pairs) @ codes)).sum(dim=(-2, -1))

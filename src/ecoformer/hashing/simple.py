@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ecoformer.backends.hashing import Hyperplanes, project
+from ecoformer.backends.hashing import Hyperplanes, project, unit_length
 from ecoformer.functional import Surrogate
 from ecoformer.hashing.base import Hasher, wide_dtype
-from ecoformer.hashing.kernel import unit_length
-from ecoformer.hashing.solver import FitOptions, Tick
 from ecoformer.operations import Operations, Product
 from ecoformer.randomness import seeded
 
 
 class _DrawnHasher(Hasher):
-    """A hasher whose state is drawn, from `seed` when it is made and anew by `fit`, whose tokens it ignores.
+    """A hasher whose state is drawn from `seed` when it is made, and again by `fit`, whatever the tokens.
 
     `fit_hashers` leaves it alone: a network has adapted to what was drawn.
     """
@@ -28,14 +26,7 @@ class _DrawnHasher(Hasher):
     def draw(self, generator: torch.Generator) -> None:
         """Set the buffers."""
 
-    def learn(
-        self,
-        tokens: Tensor,
-        valid: Tensor | None,
-        generator: torch.Generator,
-        options: FitOptions,
-        tick: Tick | None,
-    ) -> None:
+    def learn(self, tokens: Tensor, valid: Tensor | None, generator: torch.Generator, *unused: Any) -> None:
         """Draw again; the tokens do not matter."""
         self.draw(generator)
 
@@ -61,7 +52,7 @@ class LshHasher(_DrawnHasher):
         self._set_fitted()
 
     def draw(self, generator: torch.Generator) -> None:
-        """New hyperplanes."""
+        """Draw new hyperplanes."""
         if not self.planes.is_meta:
             self.planes.copy_(torch.randn(self.planes.shape, generator=generator, device="cpu"))
 
@@ -70,22 +61,22 @@ class LshHasher(_DrawnHasher):
         return [Product(batch * tokens, self.head_dim, self.bits, self.num_heads, right="weight")]
 
     def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
-        """Unit tokens' products with the hyperplanes' normals."""
+        """Products of the unit tokens with the hyperplanes' normals."""
         return project(tokens, Hyperplanes(self.planes))
 
     def functions(self) -> Hyperplanes | None:
         """The hyperplanes."""
         known = type(self).project is LshHasher.project
-        return Hyperplanes(self.planes) if known and self._bare() else None
+        return Hyperplanes(self.planes) if known and self._is_plain() else None
 
 
 class SignHasher(_DrawnHasher):
-    """Plain binarisation of features, which keeps no similarity on purpose.
+    """Plain binarisation of features, which deliberately preserves no similarity.
 
     Args:
         num_heads: heads.
         head_dim: D, channels of a head.
-        bits: b; by default one for every channel.
+        bits: b; default: one for every channel.
         features: "channels" takes the sign of the first b channels. "fourier" takes the sign of b random
             Fourier features of the unit tokens, cos(w x + p): the paper's transformation of queries and
             keys, binarised.
@@ -114,18 +105,19 @@ class SignHasher(_DrawnHasher):
             raise ValueError(f'features must be "channels" or "fourier", got {features!r}')
         if features == "channels" and bits > head_dim:
             raise ValueError(
-                f'features="channels" has one bit a channel: bits must be at most head_dim={head_dim}, '
-                f'got {bits}; features="fourier" takes any number'
+                f'bits must be at most head_dim={head_dim} with features="channels", got {bits}; '
+                'features="fourier" takes any number'
             )
         self.features = features
         if features == "fourier":
-            self.register_buffer("frequencies", torch.zeros(num_heads, head_dim, bits, dtype=wide_dtype()))
-            self.register_buffer("phases", torch.zeros(num_heads, 1, bits, dtype=wide_dtype()))
+            dtype = wide_dtype()
+            self.register_buffer("frequencies", torch.zeros(num_heads, head_dim, bits, dtype=dtype))
+            self.register_buffer("phases", torch.zeros(num_heads, 1, bits, dtype=dtype))
         self.draw(seeded(seed))
         self._set_fitted()
 
     def draw(self, generator: torch.Generator) -> None:
-        """New random features, where there are any."""
+        """Draw new random features, if there are any."""
         if self.features == "fourier" and not self.phases.is_meta:
             self.frequencies.copy_(torch.randn(self.frequencies.shape, generator=generator, device="cpu"))
             self.phases.copy_(2 * math.pi * torch.rand(self.phases.shape, generator=generator, device="cpu"))

@@ -1,4 +1,4 @@
-"""Learning the bits, one after another: Eq. (14) of the paper in O(N (l + b)) a step.
+"""Learning the bits one by one: Eq. (14) of the paper in O(N (l + b)) a step.
 
 The residual b Y - sum_t h_t h_t^T is never formed. Y has at most 4 l numbers a row and the rest is of rank b:
 h^T R h = b h^T Y h - sum_t (h^T h_t)^2.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ecoformer.hashing.pairs import Labels
 Tick = Callable[[], None]
 
 _ABOVE_NOISE = 10
-"""How many times their rounding error features must be for a bit to hang on them."""
+"""A bit may depend only on features this many times larger than their rounding error."""
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,20 @@ class FitOptions:
     """How hash functions are learned.
 
     Attributes:
-        support: "kmeans" moves the random support samples to the centres of their neighbourhoods, which keeps
-            more of the neighbours; "random" leaves them where they were drawn, as the paper does.
-        target: what products of codes are to reproduce. "pairs", the paper's: +1 and -1 for the pairs with
-            the largest and smallest scores and 0 for all others. "cosine": every pair's cosine after the
-            sample's mean token is taken off; no pairs are searched, so that fitting is linear in tokens.
-        pairs: l, the number of similar and of dissimilar tokens a token is paired with.
-        steps: gradient steps a bit.
+        support: "kmeans" moves the random support samples to the centres of their neighbourhoods, which
+            improves recall; "random" leaves them where they were drawn, as in the paper.
+        target: what products of codes should reproduce. "pairs", the paper's: +1 and -1 for the pairs with
+            the largest and smallest scores, 0 for all others. "cosine": every pair's cosine after subtracting
+            the sample's mean token; this searches no pairs, so fitting is linear in tokens.
+        pairs: l, the number of similar and of dissimilar tokens of each token.
+        steps: gradient steps per bit.
         passes: how often each bit is visited; later visits see all other bits.
-        start: "spectral" begins each bit at the leading eigenvector of its relaxed problem (as kernel-based
+        start: "spectral" starts each bit at the leading eigenvector of its relaxed problem (as kernel-based
             supervised hashing does), "random" at Gaussian weights.
-        relaxation: what stands for sign(y) in the gradient. "hardtanh" is straight-through: the codes are
-            exact and the gradient passes where |y| <= 1. "sigmoid" replaces the codes themselves by
+        relaxation: what replaces sign(y) in the gradient. "hardtanh" is straight-through: the codes are exact
+            and the gradient passes where |y| <= 1. "sigmoid" replaces the codes themselves by
             2 / (1 + e^-y) - 1, as the released code does.
-        lr: length of a step. With "hardtanh" the gradient has unit length and the step decays to zero.
+        lr: step size. With "hardtanh" the gradient has unit length and the step decays to zero.
         momentum: Nesterov's momentum.
     """
 
@@ -57,17 +57,11 @@ class FitOptions:
         for name, least in (("pairs", 1), ("steps", 0), ("passes", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"FitOptions.{name} must be at least {least}, got {getattr(self, name)}")
-        choices = {
-            "support": ("kmeans", "random"),
-            "target": ("pairs", "cosine"),
-            "start": ("spectral", "random"),
-            "relaxation": ("hardtanh", "sigmoid"),
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f'FitOptions.{name} must be "{known[0]}" or "{known[1]}", got {getattr(self, name)!r}'
-                )
+        for name, annotation in get_type_hints(type(self)).items():
+            choices = get_args(annotation)
+            if choices and getattr(self, name) not in choices:
+                known = '" or "'.join(choices)
+                raise ValueError(f'FitOptions.{name} must be "{known}", got {getattr(self, name)!r}')
 
     @classmethod
     def released(cls) -> FitOptions:
@@ -92,7 +86,7 @@ def learn_bits(
 
 
 class _Solver:
-    """All heads at once: a bit is (H, B, N), its weights are (H, m)."""
+    """Solves all heads together: a bit is (H, B, N), its weights are (H, m)."""
 
     def __init__(
         self,
@@ -122,10 +116,10 @@ class _Solver:
     def solve(self, tick: Tick | None) -> Tensor:
         """Visit every bit `passes` times; returns A."""
         curvature = self._curvature() if self.options.start == "spectral" else None
-        everyone = torch.arange(self.bits, device=self.codes.device)
+        all_bits = torch.arange(self.bits, device=self.codes.device)
         for visit in range(self.options.passes):
             for r in range(self.bits):
-                others = self.codes[..., everyone[everyone != r] if visit else everyone[:r]]
+                others = self.codes[..., all_bits[all_bits != r] if visit else all_bits[:r]]
                 best, score = self._choose_start(others, curvature)
                 if visit:
                     best, score = self._keep_better(best, score, self.weights[..., r], others)
@@ -144,7 +138,7 @@ class _Solver:
         else:
             mixed = self._by_sample().mT @ others
             relaxed = (curvature - (mixed @ mixed.mT).sum(dim=1)).double()
-            # Where all other directions do harm, the unused ones, which do nothing, would seem the best.
+            # If all other directions do harm, the unused ones, which do nothing, would seem the best.
             last = 1 + 2 * relaxed.flatten(1).norm(dim=1, keepdim=True)
             relaxed = relaxed - torch.diag_embed(torch.where(self.unused, last, 0))
             start = torch.linalg.eigh(relaxed).eigenvectors[..., -1].to(self.weights)
@@ -152,7 +146,7 @@ class _Solver:
         return start, self._score(bit, self._pull(bit, others))
 
     def _descend(self, best: Tensor, score: Tensor, others: Tensor) -> Tensor:
-        """Gradient steps from the best weights known; returns the best met on the way, never worse."""
+        """Gradient steps from the best weights so far; returns the best seen, never worse ones."""
         straight_through = self.options.relaxation == "hardtanh"
         weights, velocity = best, torch.zeros_like(best)
         for step in range(self.options.steps):
@@ -165,7 +159,7 @@ class _Solver:
                 relaxed = (2 * torch.sigmoid(y) - 1) * self.present
                 slope = (1 - relaxed.square()) / 2
             pull = self._pull(relaxed, others)
-            if straight_through:  # the codes are exact, so their score costs nothing more
+            if straight_through:  # the codes are exact, so their score costs nothing extra
                 best, score = _where_higher(best, score, weights, self._score(relaxed, pull))
             gradient = self._gradient(pull * slope)
             if straight_through:
@@ -188,7 +182,7 @@ class _Solver:
         return torch.where(y >= 0, self.present, -self.present)
 
     def _pull(self, bit: Tensor, others: Tensor) -> Tensor:
-        """Residual times a bit: b Y h - sum_t h_t (h_t . h), sample by sample."""
+        """Residual times a bit: b Y h - sum_t h_t (h_t . h), for each sample."""
         bit = bit.unsqueeze(-1)
         return (self.bits * (self.labels @ bit) - others @ (others.mT @ bit)).squeeze(-1)
 
@@ -209,7 +203,7 @@ class _Solver:
         return torch.where(size == 0, 1, size)
 
     def _curvature(self) -> Tensor:
-        """b G^T Y G: what the labels ask of any bit, if sign() is left out."""
+        """b G^T Y G: the quadratic form of the labels without sign()."""
         pulled = (self.labels @ self._by_sample()).flatten(1, 2)
         return self.features.mT @ (self.bits * pulled)
 
@@ -218,7 +212,7 @@ class _Solver:
 
 
 def _where_higher(best: Tensor, score: Tensor, weights: Tensor, new_score: Tensor) -> tuple[Tensor, Tensor]:
-    """Head by head, the weights with the higher score."""
+    """For each head, the weights with the higher score."""
     higher = new_score > score
     return torch.where(higher[:, None], weights, best), torch.where(higher, new_score, score)
 
@@ -226,14 +220,14 @@ def _where_higher(best: Tensor, score: Tensor, weights: Tensor, new_score: Tenso
 def _whitening(features: Tensor, tokens: Tensor, noise: Tensor) -> Tensor:
     """Basis (H, m, m) in which the features (H, T, m) are uncorrelated and of equal size.
 
-    Directions that the tokens hardly use are left small: dividing by their size would only magnify noise.
-    Those where the features are not well above their rounding error are left out, as columns of zeros: two
-    support samples that are the same token make one. The strongest stay, however weak they are.
+    Directions that the tokens hardly use stay small: dividing by their size would only magnify noise.
+    Directions where the features are not well above their rounding error become columns of zeros, such as
+    those of two support samples that are the same token. The strongest stay, however weak they are.
     """
     square = (features.mT @ features).double() / tokens.view(-1, 1, 1)
-    exact = torch.stack([_product(each.double()) for each in features]) / tokens.view(-1, 1, 1)
-    used = _above(torch.linalg.eigvalsh(exact), noise)
-    # Sums in fp32 cannot tell a weak direction from one that is not there; where all are there, they do.
+    exact = torch.stack([_gram(head.double()) for head in features]) / tokens.view(-1, 1, 1)
+    used = _above_noise(torch.linalg.eigvalsh(exact), noise)
+    # Sums in fp32 cannot tell a weak direction from a missing one; they suffice where none is missing.
     square = torch.where(used.all(dim=-1).view(-1, 1, 1), square, exact)
     values, vectors = torch.linalg.eigh(square)
     least = (values[..., -1:] * 1e-6).clamp_min(1e-30)
@@ -242,12 +236,12 @@ def _whitening(features: Tensor, tokens: Tensor, noise: Tensor) -> Tensor:
     return basis.to(features.dtype)
 
 
-def _product(features: Tensor) -> Tensor:
-    return features.mT @ features
+def _gram(x: Tensor) -> Tensor:
+    return x.mT @ x
 
 
-def _above(variances: Tensor, noise: Tensor) -> Tensor:
-    """Which of the variances (H, m), in rising order, are no rounding errors."""
+def _above_noise(variances: Tensor, noise: Tensor) -> Tensor:
+    """Which of the variances (H, m), in rising order, are more than rounding errors."""
     largest = variances[..., -1:]
     own = largest * variances.shape[-1] * torch.finfo(variances.dtype).eps
     of_features = (_ABOVE_NOISE * noise.to(variances).unsqueeze(-1)).square()
