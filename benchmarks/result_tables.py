@@ -1,0 +1,249 @@
+"""Fill the tables of docs/results.md and README.md from the files under results/.
+
+A table stands between the lines `<!-- table: NAME -->` and `<!-- end of table -->`; NAME is a function here.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "docs" / "results.md", ROOT / "README.md")
+Table = list[list[str]]
+
+
+def cifar100() -> Table:
+    """From scratch: both seeds, and the paper's figures."""
+    first, second, paper = _scratch(), _by_label("cifar100_second"), _printed_cifar100()
+    softmax = first["softmax"]["accuracy"] + second["softmax"]["accuracy"]
+    rows = []
+    for row in _best_first(first.values()):
+        label = row["label"]
+        again, printed = second.get(label), paper.get(label)
+        mean = (row["accuracy"] + again["accuracy"] - softmax) / 2 if again else None
+        rows.append(
+            [
+                _name(label),
+                _percent(row["accuracy"]),
+                _percent(again["accuracy"]) if again else "",
+                f"{100 * mean:+.2f}" if mean is not None else "",
+                _energy(row),
+                f"{float(printed['top1']):.2f} %" if printed else "",
+                f"{float(printed['energy_bpj']):.2f} mJ" if printed else "",
+            ]
+        )
+    head = ["mechanism", "accuracy", "second seed", "both seeds − softmax", "energy"]
+    return [[*head, "accuracy, paper", "energy, paper (224 pixels)"], *rows]
+
+
+def cifar100_readme() -> Table:
+    """The main mechanisms from scratch, one column each, and the two that were fine-tuned."""
+    names = ["softmax", "eco", "klsh_eco", "lsh_eco", "bi_eco", "reformer", "linformer", "performer"]
+    first, second, paper = _scratch(), _by_label("cifar100_second"), _printed_cifar100()
+    tuned = _by_label("cifar100_finetuned")
+    tuned = {"softmax": tuned["softmax, 10 more epochs"], "eco": tuned["eco, taught by the softmax model"]}
+    return [
+        ["", *names],
+        ["accuracy, ours", *(_percent(first[n]["accuracy"]) for n in names)],
+        ["second seed", *(_percent(second[n]["accuracy"]) if n in second else "" for n in names)],
+        ["fine-tuned", *(_percent(tuned[n]["accuracy"]) if n in tuned else "" for n in names)],
+        ["energy, ours", *(_energy(first[n]) for n in names)],
+        ["accuracy, paper", *(f"{float(paper[n]['top1']):.2f} %" for n in names)],
+        ["energy, paper", *(f"{float(paper[n]['energy_bpj']):.2f} mJ" for n in names)],
+    ]
+
+
+def cifar100_speed() -> Table:
+    """Images a second by the fastest backend of each mechanism."""
+    best: dict[str, dict[str, float]] = {}
+    for part, found in _figures("cifar100_speed").items():
+        for row in found["rows"]:
+            if not row["checked"]["passed"]:
+                raise ValueError(f"cifar100_speed: {row['mechanism']} failed its check")
+            rates = best.setdefault(row["mechanism"], {})
+            rates[part] = max(rates.get(part, 0), row["images_per_s"])
+    fastest = sorted(best.items(), key=lambda item: -item[1]["inference"])
+    rows = [[name, f"{rates['inference']:,.0f}", f"{rates['training']:,.0f}"] for name, rates in fastest]
+    return [["mechanism", "inference", "training"], *rows]
+
+
+def cifar100_finetuned() -> Table:
+    """The paper's path at 128 pixels."""
+    rows = _best_first(_rows("cifar100_finetuned"))
+    softmax = _by_label("cifar100_finetuned")["softmax, 10 more epochs"]["accuracy"]
+    cells = [
+        [row["label"], _percent(row["accuracy"]), f"{100 * (row['accuracy'] - softmax):+.2f}"] for row in rows
+    ]
+    return [["", "accuracy", "− softmax"], *cells]
+
+
+def cifar100_codes() -> Table:
+    """Fewer bits or support samples."""
+    runs = {("16", "25"): _by_label("cifar100_finetuned")["eco"]}
+    for label, row in _by_label("cifar100_codes").items():
+        options = dict(option.split("=") for option in label.partition(":")[2].split(","))
+        if options.get("bits") != "32":  # trained with wrong gradients
+            runs[options.get("bits", "16"), options.get("support", "25")] = row
+    rows = [[*key, _percent(row["accuracy"]), _energy(row)] for key, row in runs.items()]
+    return [["bits", "support samples", "accuracy", "energy"], *_best_first(rows, key=lambda row: row[2])]
+
+
+def cifar100_224() -> Table:
+    """The paper's path at 224 pixels."""
+    figures, rows = _figures("cifar100_224"), _by_label("cifar100_224")
+    unfinished = figures["unfinished"]["eco, teacher.weight=0"]["4"]
+    saved = 1 - rows["eco"]["energy_pj"] / rows["softmax"]["energy_pj"]
+    return [
+        ["224 pixels", "accuracy", "energy of a picture"],
+        ["softmax, before", _percent(figures["start"]["accuracy"]), _energy(rows["softmax"])],
+        ["softmax, 5 epochs, taught", _percent(rows["softmax"]["accuracy"]), _energy(rows["softmax"])],
+        [
+            "eco, 5 epochs, taught",
+            _percent(rows["eco"]["accuracy"]),
+            f"{_energy(rows['eco'])} (-{saved:.0%})",
+        ],
+        ["eco, not taught, cut short after 4 epochs", _percent(unfinished), _energy(rows["eco"])],
+    ]
+
+
+def imdb() -> Table:
+    """Long Range Arena, text, beside the paper's figures."""
+    paper = _printed("long_range_arena")
+    rows = []
+    for row in _best_first(_rows("imdb")):
+        printed = paper.get(row["label"])
+        cells = [_name(row["label"]), _percent(row["accuracy"]), _percent(row["best_accuracy"]), _energy(row)]
+        rows.append(
+            [*cells, *([f"{printed['text_4k']} %", f"{printed['energy_bpj']} mJ"] if printed else ["", ""])]
+        )
+    head = ["mechanism", "accuracy at the end", "at its best", "energy"]
+    return [[*head, "accuracy, paper", "energy, paper"], *rows]
+
+
+def listops() -> Table:
+    """Long Range Arena, ListOps."""
+    rows = _best_first(_rows("listops"))
+    cells = [[_name(row["label"]), _percent(row["accuracy"], 1), _energy(row)] for row in rows]
+    return [["mechanism", "accuracy", "energy of a list"], *cells]
+
+
+def recall() -> Table:
+    """Accuracy by the number of pairs, and of who answers with a list's most frequent value."""
+    found: dict[str, dict[int, float]] = {}
+    for row in _rows("recall"):
+        found.setdefault(row["label"], {})[int(row["point"]["data.options.pairs"])] = row["accuracy"]
+    pairs = sorted({count for accuracies in found.values() for count in accuracies})
+    rows = []
+    for label, accuracies in _best_first(found.items(), key=lambda item: item[1][max(pairs)]):
+        name, _, settings = label.partition(":")
+        options = dict(setting.split("=") for setting in settings.split(",") if settings)
+        if name == "eco":
+            name += f", {options.get('bits', 16)} bits, {options.get('support', 25)} support samples"
+        rows.append([name, *(_percent(accuracies[n], 1) if n in accuracies else "not run" for n in pairs)])
+    guesses = [_percent(_most_frequent(count), 0) for count in pairs]
+    return [["pairs", *map(str, pairs)], *rows, ["the list's most frequent value", *guesses]]
+
+
+def masked_bytes() -> Table:
+    """Bits a byte and accuracy."""
+    rows = [*_rows("masked_bytes"), *_rows("masked_bytes_hashed")]
+    cells = [
+        [_name(row["label"]), f"{row['test_loss'] / math.log(2):.2f}", _percent(row["accuracy"], 1)]
+        for row in _best_first(rows)
+    ]
+    return [["", "bits a byte", "accuracy"], *cells]
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    make.__name__: make
+    for make in (
+        cifar100,
+        cifar100_readme,
+        cifar100_speed,
+        cifar100_finetuned,
+        cifar100_codes,
+        cifar100_224,
+        imdb,
+        listops,
+        recall,
+        masked_bytes,
+    )
+}
+
+
+def filled(page: str) -> str:
+    """A page with all its tables as the result files have them."""
+
+    def table(found: re.Match[str]) -> str:
+        head, *rows = TABLES[found[2]]()
+        lines = [" ".join(f"| {' | '.join(cells)} |".split()) for cells in (head, *rows)]
+        lines.insert(1, "|" + "---|" * len(head))
+        return "\n".join([found[1], *lines, found[3]])
+
+    pattern = r"(<!-- table: (\w+) -->)\n.*?(<!-- end of table -->)"
+    return re.sub(pattern, table, page, flags=re.DOTALL)
+
+
+def _figures(name: str) -> Any:
+    return json.loads((ROOT / "results" / f"{name}.json").read_text())["figures"]
+
+
+def _rows(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = _figures(name)["rows"]
+    return rows
+
+
+def _by_label(name: str) -> dict[str, dict[str, Any]]:
+    return {row["label"]: row for row in _rows(name)}
+
+
+def _scratch() -> dict[str, dict[str, Any]]:
+    return _by_label("cifar100") | _by_label("cifar100_others")
+
+
+def _printed(table: str) -> dict[str, dict[str, str]]:
+    """Rows of one of the paper's tables by our names of the mechanisms."""
+    text = (ROOT / "src" / "ecoformer" / "report" / "printed" / f"{table}.csv").read_text()
+    rows = [row for row in csv.DictReader(text.splitlines()) if row.get("model", "pvt_v2_b0") == "pvt_v2_b0"]
+    return {row["method"].replace("transformer", "softmax"): row for row in rows}
+
+
+def _printed_cifar100() -> dict[str, dict[str, str]]:
+    tables = ("cifar100_binarization", "cifar100_hash_functions", "cifar100_attentions")
+    return {name: row for table in tables for name, row in _printed(table).items()}
+
+
+def _best_first(rows: Iterable[Any], key: Callable[[Any], Any] = lambda row: row["accuracy"]) -> list[Any]:
+    return sorted(rows, key=key, reverse=True)
+
+
+def _most_frequent(pairs: int) -> float:
+    """Mean share of a list's most frequent value among 16."""
+    values = torch.randint(16, (20_000, pairs), generator=torch.Generator().manual_seed(0))
+    counts = torch.nn.functional.one_hot(values, 16).sum(1)
+    return float(counts.amax(1).double().mean()) / pairs
+
+
+def _percent(share: float, digits: int = 2) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def _energy(row: dict[str, Any]) -> str:
+    return f"{row['energy_pj'] / 1e9:.2f} mJ"
+
+
+def _name(label: str) -> str:
+    return label.replace(":", ", ")
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        path.write_text(filled(path.read_text()))
