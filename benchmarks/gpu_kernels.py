@@ -50,7 +50,7 @@ from ecoformer.arguments import bias_value
 from ecoformer.backends import fused
 from ecoformer.backends.hashing import HashFunctions, project
 from ecoformer.benchmarking import Work, time_contestants
-from ecoformer.benchmarking.checking import steady_tokens
+from ecoformer.benchmarking.contestants import steady_tokens
 from ecoformer.benchmarking.measuring import capture, capture_place
 from ecoformer.functional import sign_ste
 

@@ -16,8 +16,14 @@ from typing import Any
 import torch
 from record import RESULTS, write_result
 
-from ecoformer.benchmarking.attention import MECHANISMS, Setting, bench_attention
-from ecoformer.benchmarking.lengths import crossover_sentence, find_crossover, plot_lengths
+from ecoformer.benchmarking.attention import (
+    MECHANISMS,
+    Setting,
+    bench_attention,
+    crossover_sentence,
+    find_crossover,
+    plot_lengths,
+)
 from ecoformer.benchmarking.measuring import Bench
 
 FIGURES = RESULTS.parent / "docs" / "figures"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Any
 
 import torch
 
-import ecoformer
-from ecoformer.benchmarking.results import hardware
+from ecoformer.benchmarking.results import hardware, versions
 from ecoformer.third_party import repair_torchvision
 
 repair_torchvision()  # for all benchmarks, which import this file first
@@ -26,11 +24,7 @@ def write_result(name: str, figures: Any) -> Path:
         "command": "python " + " ".join(map(relative, sys.argv)),
         "commit": _commit(),
         "hardware": hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "ecoformer": ecoformer.__version__,
-        },
+        "versions": versions(),
         "figures": figures,
     }
     RESULTS.mkdir(exist_ok=True)

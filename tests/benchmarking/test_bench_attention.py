@@ -11,7 +11,7 @@ import torch
 from ecoformer.attention import EcoAttention, PerformerAttention, SoftmaxAttention
 from ecoformer.attention.registry import create_attention
 from ecoformer.backends.choice import asked_for, available, use_backend
-from ecoformer.benchmarking import checking, contestants, measuring
+from ecoformer.benchmarking import contestants, measuring
 from ecoformer.benchmarking.attention import (
     MECHANISMS,
     Setting,
@@ -212,18 +212,18 @@ def test_codes_do_not_depend_on_rounding(backward):
     setting = replace(SMALL, shape=(4, 2, 3000, 8), backward=backward)
     hasher = build_layer("eco", setting).hasher
     y = hasher.project(draw_inputs(setting, [hasher])[0], None).abs()
-    assert y.min() >= checking._MARGIN
-    assert hasher.project(draw_inputs(setting)[0], None).abs().min() < checking._MARGIN
+    assert y.min() >= contestants._MARGIN
+    assert hasher.project(draw_inputs(setting)[0], None).abs().min() < contestants._MARGIN
     if backward:
-        assert (y - 1).abs().min() >= checking._MARGIN
+        assert (y - 1).abs().min() >= contestants._MARGIN
 
 
 def test_errors():
     truth = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    assert checking.relative_error([truth + torch.tensor([0.3, 0.4])], [truth]) == pytest.approx(0.1)
-    assert math.isnan(checking.relative_error([truth, truth * math.nan], [truth, truth]))
-    assert math.isnan(checking.relative_error([truth[:1]], [truth]))
-    assert checking.relative_error([truth * 0 + 0.5], [truth * 0]) == pytest.approx(0.5)
+    assert contestants.relative_error([truth + torch.tensor([0.3, 0.4])], [truth]) == pytest.approx(0.1)
+    assert math.isnan(contestants.relative_error([truth, truth * math.nan], [truth, truth]))
+    assert math.isnan(contestants.relative_error([truth[:1]], [truth]))
+    assert contestants.relative_error([truth * 0 + 0.5], [truth * 0]) == pytest.approx(0.5)
 
 
 def test_flash_linear_attention(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from ecoformer.benchmarking import Work, time_contestants
 from ecoformer.benchmarking.attention import MECHANISMS, Setting, bench_attention
 from ecoformer.benchmarking.energy import EnergyMeter
-from ecoformer.benchmarking.measuring import Bench, capture, capture_place, peak_memory_mb, waits_for_gpu
+from ecoformer.benchmarking.measuring import Bench, capture, capture_place, peak_memory_mb
 from ecoformer.benchmarking.models import Load, bench_models
 from ecoformer.models.text import TextEncoder
 
@@ -64,10 +64,10 @@ def test_a_replay_does_the_work_again():
     assert out.tolist() == [10] * 4
 
 
-def test_waits_for_gpu():
+def test_a_call_that_waits_for_the_gpu_is_refused_before_the_capture():
     x = torch.ones(4, device=GPU)
-    assert waits_for_gpu(Work(lambda: x.sum().item()))
-    assert not waits_for_gpu(Work(lambda: x.sum()))
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        capture(Work(lambda: x.sum().item()), *capture_place(GPU))
     assert torch.cuda.get_sync_debug_mode() == 0
 
 

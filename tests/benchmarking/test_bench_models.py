@@ -6,11 +6,9 @@ from torch import nn
 
 from ecoformer.attention import EcoAttention
 from ecoformer.benchmarking import contestants, models
-from ecoformer.benchmarking.checking import check_training
-from ecoformer.benchmarking.contestants import ExplicitAttention, reference_attention
-from ecoformer.benchmarking.fitting import bench_fit, bench_model_fit
+from ecoformer.benchmarking.contestants import ExplicitAttention, check_training, reference_attention
 from ecoformer.benchmarking.measuring import Bench
-from ecoformer.benchmarking.models import Load, bench_models, make_explicit
+from ecoformer.benchmarking.models import Load, bench_fit, bench_model_fit, bench_models, make_explicit
 from ecoformer.conversion import convert
 from ecoformer.hashing import FitOptions, KernelHasher, fit_hashers
 from ecoformer.models.text import TextEncoder
@@ -198,7 +196,7 @@ def test_explicit_replaces_every_softmax_layer(model):
 
 
 def test_fit():
-    run = bench_fit((2, 1, 60, 8), CPU, bits=4, support=10, repeats=2)
+    run = bench_fit(KernelHasher(1, 8, 4, 10), torch.randn(2, 1, 60, 8), repeats=2)
     row = run.rows[0].to_dict()
     assert row["shape"] == [2, 1, 60, 8]
     assert row["repeats"] == 2
@@ -217,7 +215,7 @@ def test_a_fit_that_learned_nothing_gets_no_time(monkeypatch):
     monkeypatch.setattr(
         KernelHasher, "fit", lambda self, tokens, **k: (lazy if "seed" in k else right)(self, tokens, **k)
     )
-    row = bench_fit((2, 1, 60, 8), CPU, bits=4, support=10, repeats=1).rows[0]
+    row = bench_fit(KernelHasher(1, 8, 4, 10), torch.randn(2, 1, 60, 8), repeats=1).rows[0]
     assert row.wrong
     assert row.timing is None
     assert "the objective of random hash functions" in row.failure

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from ecoformer.attention import EcoAttention
-from ecoformer.benchmarking import lengths
-from ecoformer.benchmarking.attention import Setting
-from ecoformer.benchmarking.lengths import crossover_sentence, find_crossover, plot_lengths
+from ecoformer.benchmarking import attention
+from ecoformer.benchmarking.attention import Setting, crossover_sentence, find_crossover, plot_lengths
 from ecoformer.benchmarking.measuring import Bench
 from ecoformer.benchmarking.results import Row, Run, Timing, set_ratios
 
@@ -32,7 +31,7 @@ def simulated(monkeypatch):
             set_ratios(rows)
             return Run("", 1, rows, quiet=quiet)
 
-        monkeypatch.setattr(lengths, "bench_attention", fake)
+        monkeypatch.setattr(attention, "bench_attention", fake)
         return tried
 
     return use

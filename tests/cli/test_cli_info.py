@@ -323,4 +323,4 @@ class TestCheck:
         assert (done.status, done.out[:27]) == (0, "no fused backend can run he")
 
     def test_it_is_not_about_a_model(self, refused):
-        refused("pvt_v2_b0", "--check", words=["--check", "leave the model out"])
+        refused("pvt_v2_b0", "--check", words=["--check"])

@@ -16,9 +16,6 @@ WORK_SECONDS = 3.0
 """NVML updates its counter about ten times per second: three seconds are right to three percent."""
 _BURST_SECONDS = 0.02
 
-Counter = Callable[[], float]
-"""Joules so far."""
-
 
 class NoCounterError(RuntimeError):
     """There is no energy counter, or it cannot be read."""
@@ -68,7 +65,7 @@ class EnergyMeter:
         }
 
 
-def _nvml(device: torch.device) -> tuple[Counter, str]:
+def _nvml(device: torch.device) -> tuple[Callable[[], float], str]:
     try:
         pynvml = importlib.import_module("pynvml")
     except ImportError:
@@ -84,15 +81,13 @@ def _nvml(device: torch.device) -> tuple[Counter, str]:
     return lambda: float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3, source
 
 
-def _rapl(root: Path) -> tuple[Counter, str]:
+def _rapl(root: Path) -> tuple[Callable[[], float], str]:
     """All processor packages. Their parts (core, dram) are included in them, and "psys" includes them."""
     zones = [zone for zone in sorted(root.glob("intel-rapl:*")) if zone.name.count(":") == 1]
     zones = [zone for zone in zones if _read(zone / "name").startswith("package")]
     if not zones:
-        raise NoCounterError(
-            f"no RAPL counter under {root}: it needs Linux on an Intel or AMD processor, and most virtual "
-            "machines hide it"
-        )
+        needs = "it needs Linux on an Intel or AMD processor, and most virtual machines hide it"
+        raise NoCounterError(f"no RAPL counter under {root}: {needs}")
     ranges = [int(_read(zone / "max_energy_range_uj")) for zone in zones]
     last = [int(_read(zone / "energy_uj")) for zone in zones]
     total = 0
@@ -111,9 +106,6 @@ def _rapl(root: Path) -> tuple[Counter, str]:
 def _read(file: Path) -> str:
     try:
         return file.read_text().strip()
-    except PermissionError:
-        raise NoCounterError(
-            f"only root may read {file}: run as root, or run `sudo chmod o+r {file.parent}/energy_uj` once"
-        ) from None
     except OSError as error:
-        raise NoCounterError(f"cannot read {file}: {error.strerror}") from None
+        remedy = f"run as root, or run `sudo chmod o+r {file}` once"
+        raise NoCounterError(f"cannot read {file} ({error.strerror}): {remedy}") from None

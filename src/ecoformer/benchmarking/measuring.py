@@ -21,9 +21,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from ecoformer.arguments import one_line
 from ecoformer.backends.choice import use_backend
-from ecoformer.benchmarking.checking import relative_error
+from ecoformer.benchmarking.contestants import relative_error
 from ecoformer.benchmarking.energy import EnergyMeter
-from ecoformer.benchmarking.results import Check, Row, Run, Timing, set_ratios
+from ecoformer.benchmarking.results import Check, Row, Run, Timing, device_name, set_ratios
 
 Key = TypeVar("Key")
 Call = Callable[[], object]
@@ -44,10 +44,10 @@ _REPLAY_BOUND = 1e-2
 class Work:
     """A call to measure, and the backend of hashed attention to choose for it, outside the timed part."""
 
-    call: Call
+    call: Callable[[], Any]
     backend: str | None = None
 
-    def __call__(self) -> object:
+    def __call__(self) -> Any:
         """Run it once, untimed."""
         with use_backend(self.backend):
             return self.call()
@@ -117,10 +117,10 @@ def _gpu_clock(device: torch.device) -> Callable[[Call], float]:
     return clock
 
 
-def interruptions() -> int | None:
-    """How often other programs took a processor from this one so far; None where this is not counted."""
+def interruptions() -> int:
+    """How often other programs took a processor from this one so far; 0 where this is not counted."""
     if sys.platform == "win32":
-        return None
+        return 0
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
@@ -163,11 +163,15 @@ def capture(work: Work, stream: torch.cuda.Stream, pool: Any) -> tuple[Work, obj
     with torch.cuda.device(stream.device):
         current = torch.cuda.current_stream()
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UP):
-                work()
+        with torch.cuda.stream(stream), warnings.catch_warnings():
+            work()
+            warnings.simplefilter("ignore")  # PyTorch warns that this mode does not notice everything
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                work()  # raises if the host waits for the GPU: a capture that fails is hard to clean up
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
         current.wait_stream(stream)
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # The outer block restores the current stream where a failed capture does not.
         with torch.cuda.stream(current), torch.cuda.graph(graph, pool=pool, stream=stream):
@@ -178,21 +182,6 @@ def capture(work: Work, stream: torch.cuda.Stream, pool: Any) -> tuple[Work, obj
 def capture_place(device: torch.device) -> tuple[torch.cuda.Stream, Any]:
     """A stream and memory for captures; take new ones after a failed capture."""
     return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
-
-
-def waits_for_gpu(work: Work) -> bool:
-    """Whether the host waits for the GPU within a call, as far as PyTorch notices: no graph can do that."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns that it does not notice everything
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            work()
-        except RuntimeError as error:
-            return "synchronizing" in str(error)
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-    return False
 
 
 @dataclass
@@ -219,7 +208,7 @@ class Bench:
     def __post_init__(self) -> None:
         if self.graphs and self.device.type != "cuda":
             raise ValueError(f"--graphs needs a CUDA device, got {self.device}: leave it out")
-        self.run = Run.on(self.device)
+        self.run = Run(device_name(self.device))
         self._meter = EnergyMeter(self.device) if self.energy else None
         if self._meter is not None:
             self.run.notes.append(self._meter.note)
@@ -246,19 +235,15 @@ class Bench:
         self.run.rows += rows
 
     def _time(self, works: Mapping[int, Work]) -> dict[int, Timing]:
-        if not works:
-            return {}
         before, start = interruptions(), time.perf_counter()
-        timings = time_contestants(works, self.device, seconds=self.seconds * len(works))
-        after, taken = interruptions(), time.perf_counter() - start
-        if self.device.type == "cpu" and before is not None and after is not None and after - before > _FEW:
-            rate = (after - before) / taken
-            if rate > _BUSY and self.run.quiet:
-                self.run.quiet = False
-                self.run.notes.append(
-                    f"the machine is busy: other programs, or more threads than processors, interrupted this "
-                    f"one {rate:.0f} times per second; do not trust these times or ratios"
-                )
+        timings = time_contestants(works, self.device, seconds=self.seconds * len(works)) if works else {}
+        count, taken = interruptions() - before, time.perf_counter() - start
+        if self.device.type == "cpu" and count > max(_FEW, _BUSY * taken) and self.run.quiet:
+            self.run.quiet = False
+            self.run.notes.append(
+                f"the machine is busy: other programs, or more threads than processors, interrupted this one "
+                f"{count / taken:.0f} times per second; do not trust these times or ratios"
+            )
         return timings
 
     def _captured(self, rows: Sequence[Row], works: Mapping[int, Work]) -> dict[int, Work]:
@@ -268,8 +253,6 @@ class Bench:
         for index, work in works.items():
             self.progress(f"capturing {rows[index].label}")
             try:
-                if waits_for_gpu(work):
-                    raise RuntimeError("the host waits for the GPU during the call")
                 graph, out = capture(work, *place)
             except Exception as error:
                 rows[index].failure = f"cannot be captured as a CUDA graph: {one_line(error, 200)}"

@@ -1,8 +1,9 @@
-"""`bench model`: models with one mechanism or another, each checked before it is timed."""
+"""`bench model` and `bench fit`: models with one mechanism or another, and learning hash functions."""
 
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,28 +13,28 @@ import torch
 from torch import Tensor, nn
 
 from ecoformer.attention import SoftmaxAttention
-from ecoformer.benchmarking.checking import (
-    check_inference,
-    check_training,
-    finite,
-    loss_of,
-    relative_error,
-)
 from ecoformer.benchmarking.contestants import (
     QUICK_FIT,
     Contestant,
     ExplicitAttention,
+    check_inference,
+    check_training,
     compiled,
+    finite,
     hashed_backends,
+    loss_of,
     reference_attention,
+    relative_error,
 )
-from ecoformer.benchmarking.measuring import Bench, Work, synchronize
-from ecoformer.benchmarking.results import Check, Row, Run
+from ecoformer.benchmarking.measuring import Bench, Progress, Work, no_progress, synchronize
+from ecoformer.benchmarking.results import Check, Row, Run, Timing, device_name
 from ecoformer.conversion import convert
-from ecoformer.hashing import fit_hashers, hashers_of
+from ecoformer.hashing import FitOptions, KernelHasher, fit_hashers, hashers_of
 
 _BOUND = 1e-3
 """Relative error of a model's fp32 outputs, besides what codes may change that depend on rounding."""
+_JUDGED = 512
+"""Tokens of a sample that the objective is computed on."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,7 @@ class Load:
         make: makes a batch of so many samples on the CPU.
         counted: "images", or "tokens" with `per_sample` of them in a sample.
         about: what the rows say about it.
-        per_sample: how many of them a sample has.
         train: run training steps, with an optimiser that changes nothing.
-        compiled: run all models by `torch.compile`.
-        channels_last: memory format of images and weights.
         amp: dtype of autocast.
     """
 
@@ -101,7 +99,9 @@ def _contestants(model: nn.Module, name: str, load: Load, device: torch.device) 
     if hashers := hashers_of(made):
         # Small images have too few tokens for the support samples, large ones take long to pair.
         samples = 2 if load.make(1).numel() > 20_000 else 16
-        fit_hashers(made, [load.make(samples).to(device)], samples=samples, options=QUICK_FIT, progress=False)
+        if not all(hasher.fitted for hasher in hashers.values()):
+            batch = load.make(samples).to(device)
+            fit_hashers(made, [batch], samples=samples, options=QUICK_FIT, progress=False)
         able = hashed_backends(hashers.values(), device, load.train)
         return [Contestant(name, backend, made, backend) for backend in able]
     return [Contestant(name, {"softmax": "sdpa", "explicit": "N x N matrix"}.get(name, "eager"), made)]
@@ -207,3 +207,65 @@ def _compare_as_timed(timed: Contestant, load: Load, inputs: Tensor) -> Check | 
     except torch.OutOfMemoryError:
         timed.module.zero_grad(set_to_none=True)
         return None
+
+
+def bench_fit(
+    hasher: KernelHasher,
+    tokens: Tensor,
+    *,
+    repeats: int = 3,
+    options: FitOptions | None = None,
+    progress: Progress = no_progress,
+) -> Run:
+    """Fit a hasher to tokens (B, H, N, D); it must do better than random hash functions."""
+    untaught = copy.deepcopy(hasher)
+    untaught.fit(tokens, options=FitOptions(steps=0, start="random", support="random"))
+
+    def check() -> Check:
+        found, random = (each.quality(tokens[:4, :, :_JUDGED]).objective for each in (hasher, untaught))
+        return Check(found / random, 1.0, "the objective of random hash functions")
+
+    about = {"shape": list(tokens.shape), "bits": hasher.bits, "support": hasher.support, "hashers": 1}
+    fit = partial(hasher.fit, tokens, seed=0, options=options)
+    return _timed(fit, check, about, tokens.device, repeats, progress)
+
+
+def bench_model_fit(
+    model: nn.Module,
+    batch: Tensor,
+    name: str,
+    *,
+    repeats: int = 3,
+    options: FitOptions | None = None,
+    progress: Progress = no_progress,
+) -> Run:
+    """Fit all hashers of a model in one forward pass."""
+    about = {"model": name, "shape": list(batch.shape), "hashers": len(hashers_of(model))}
+    fit = partial(fit_hashers, model, [batch], samples=len(batch), progress=False, options=options)
+    check = torch.no_grad()(lambda: finite(model(batch)))
+    return _timed(fit, check, about, batch.device, repeats, progress)
+
+
+def _timed(
+    fit: Callable[[], object],
+    check: Callable[[], Check],
+    about: dict[str, Any],
+    device: torch.device,
+    repeats: int,
+    progress: Progress,
+) -> Run:
+    """Time every fit, without a warm-up: each takes seconds."""
+    times: list[float] = []
+    for repeat in range(repeats):
+        progress(f"fit {repeat + 1} of {repeats}" + (f", the last took {times[-1]:.1f} s" if times else ""))
+        start = time.perf_counter()
+        fit()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    row = Row("eco", "eager", about)
+    row.checked = row.check(check)
+    if row.failure is None:
+        row.timing = Timing.of([seconds * 1e3 for seconds in times])
+        seconds = row.timing.median_ms / 1e3
+        row.setting |= {"seconds": seconds, "seconds_per_hasher": seconds / about["hashers"]}
+    return Run(device_name(device), rows=[row])

@@ -58,18 +58,14 @@ class Row:
     """One contestant.
 
     Attributes:
-        mechanism: name of the mechanism.
-        backend: what computes it.
         setting: what is measured: shape, batch, resolution.
         checked: the comparison made before timing.
         as_timed: for models, a second comparison, of exactly the work that is timed.
         failure: why there is no time.
         wrong: whether the failure is a bug, rather than a lack of memory.
-        timing: the time.
         ratio_to_sdpa: how many times as fast as softmax by SDPA in the same run.
         per_second: images or tokens per second, for models.
-        peak_mb: peak memory of a call.
-        energy: energy of a call, from `EnergyMeter.measure`.
+        energy: from `EnergyMeter.measure`.
     """
 
     mechanism: str
@@ -129,16 +125,11 @@ class Run:
     """The rows of one run, and notes for the reader; `quiet` is False if other programs used the CPU."""
 
     device: str
-    threads: int
+    threads: int = field(default_factory=torch.get_num_threads)
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)
     quiet: bool = True
-
-    @classmethod
-    def on(cls, device: torch.device) -> Run:
-        """An empty run on a device."""
-        return cls(device_name(device), torch.get_num_threads())
 
     @property
     def wrong(self) -> list[Row]:

@@ -8,11 +8,18 @@ from typing import Annotated
 import torch
 import typer
 
-from ecoformer.benchmarking.attention import DTYPES, MECHANISMS, Setting, bench_attention
-from ecoformer.benchmarking.fitting import bench_fit, bench_model_fit
-from ecoformer.benchmarking.lengths import LONGEST, crossover_sentence, find_crossover, plot_lengths
+from ecoformer.benchmarking.attention import (
+    DTYPES,
+    LONGEST,
+    MECHANISMS,
+    Setting,
+    bench_attention,
+    crossover_sentence,
+    find_crossover,
+    plot_lengths,
+)
 from ecoformer.benchmarking.measuring import Bench
-from ecoformer.benchmarking.models import bench_models
+from ecoformer.benchmarking.models import bench_fit, bench_model_fit, bench_models
 from ecoformer.cli.bench_options import (
     backend_notes,
     base_model,
@@ -27,6 +34,7 @@ from ecoformer.cli.bench_options import (
 from ecoformer.cli.bench_tables import show
 from ecoformer.cli.simulated import target
 from ecoformer.conversion import convert
+from ecoformer.hashing import KernelHasher
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Device = Annotated[str | None, typer.Option(help="`cpu` or `cuda`; default: the GPU, if there is one.")]
@@ -182,7 +190,9 @@ def fit(
             for option, given in (("resolution", resolution), ("tokens", tokens), ("samples", samples)):
                 exclude(f"--{option}", given, "without --model")
             size = read_shape(shape or "16,1,3136,32")
-            run = bench_fit(size, on, bits=bits, support=support, repeats=repeats, progress=progress)
+            inputs = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(on)
+            hasher = KernelHasher(size[1], size[3], bits, support).to(on)
+            run = bench_fit(hasher, inputs, repeats=repeats, progress=progress)
         else:
             exclude("--shape", shape, "with --model")
             base, load = base_model(name, resolution, tokens)

@@ -1,10 +1,11 @@
-"""`ecoformer info`: what is installed, what can run here, and what a model is made of."""
+"""`ecoformer info`: installed versions, available backends, and the attention layers of a model."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import platform
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 from ecoformer import __version__
 from ecoformer.attention import list_attentions
-from ecoformer.backends.choice import PREFERRED, VARIABLE, asked_for, available, cannot_on
+from ecoformer.backends.choice import PREFERRED, VARIABLE, available, cannot_on, default_backend
 from ecoformer.benchmarking.attention import check_backends
 from ecoformer.benchmarking.results import Row
 from ecoformer.cli.console import plain_console
@@ -29,7 +30,7 @@ def info(
         str | None, typer.Argument(help="A timm model's name, a checkpoint, or a folder.")
     ] = None,
     architecture: Annotated[
-        str | None, typer.Option("--model", help="The timm model that a weights file is of.")
+        str | None, typer.Option("--model", help="The timm model that a weights file belongs to.")
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare the fused backends with the reference on this machine.")
@@ -42,12 +43,12 @@ def info(
     """
     if check:
         if model is not None or architecture is not None:
-            raise ValueError("--check is about this machine: leave the model out")
+            raise ValueError("--check tests this machine: leave the model out")
         _check(as_json)
         return
     if model is None:
         if architecture is not None:
-            raise ValueError("--model says what a weights file is of: name the file too")
+            raise ValueError("--model names the architecture of a weights file: name the file too")
         facts = {"versions": versions(), "backends": backends(), "mechanisms": list_attentions()}
         typer.echo(json.dumps(facts, indent=2)) if as_json else _show_machine(facts)
         return
@@ -57,25 +58,25 @@ def info(
 
 
 def _check(as_json: bool) -> None:
-    """Compare, show, and end with status 1 where a backend is wrong."""
+    """Compare the backends; the exit status is 1 if one is wrong."""
     names = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    rows = [row for name in names for row in check_backends(torch.device(name), progress=_tell)]
+    rows = [
+        row
+        for name in names
+        for row in check_backends(torch.device(name), progress=partial(typer.echo, err=True))
+    ]
     if as_json:
         typer.echo(json.dumps([row.to_dict() for row in rows], indent=2))
     elif not rows:
-        typer.echo("no fused backend can run here, and eager is PyTorch's own: `ecoformer info` says why")
+        typer.echo("no fused backend can run here (`ecoformer info` says why); eager needs no check")
     else:
         _show_checks(rows)
     if any(row.wrong for row in rows):
         raise typer.Exit(1)
 
 
-def _tell(text: str) -> None:
-    typer.echo(text, err=True)
-
-
 def versions() -> dict[str, str]:
-    """What is installed."""
+    """Versions of ecoformer and of the packages it works with."""
     found = {"ecoformer": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -86,10 +87,10 @@ def versions() -> dict[str, str]:
 
 
 def backends() -> dict[str, str]:
-    """What hashed attention can run on here, and which backend is chosen for each device, and why."""
+    """What each backend needs to run here, and which one is chosen for each device."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     found = {"eager": f"PyTorch operators, CPU with {torch.get_num_threads()} threads; GPU: {gpu}"}
-    asked = asked_for()
+    asked = default_backend()
     for device, names in PREFERRED.items():
         here = device != "cuda" or torch.cuda.is_available()
         for name in names:
@@ -108,11 +109,11 @@ def _chosen(device: str, asked: str | None) -> str:
     first = available(device)[0]
     if first == "eager":
         return "eager (no fused backend can run)"
-    return f"{first} (fused from tokens to output; eager takes the calls that it cannot run)"
+    return f"{first} (fused from tokens to output; eager runs what it cannot)"
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
-    """A model's attention layers, one dictionary each, and its size."""
+    """The size of a model and its attention layers, one dictionary each."""
     return {
         "class": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -160,7 +161,7 @@ def _show_checks(rows: list[Row]) -> None:
 def _show_model(facts: dict[str, Any]) -> None:
     console = plain_console()
     console.print(f"{facts['model']}: {facts['class']}, {facts['parameters']:,} parameters", soft_wrap=True)
-    # Layers' names are what --layers takes: they must not be cut.
+    # --layers takes these names: do not cut them.
     table = Table(Column("layer", overflow="fold"), "attention", "channels", "heads", "more")
     for layer in facts["layers"]:
         more = {k: v for k, v in layer.items() if k not in ("name", "attention", "dim", "heads")}
