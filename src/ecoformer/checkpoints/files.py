@@ -16,7 +16,7 @@ from ecoformer import storage
 from ecoformer.arguments import one_line
 from ecoformer.checkpoints import folders
 from ecoformer.checkpoints.describe import check_description, describe, prepare, rebuild
-from ecoformer.checkpoints.limits import check_buffers, check_numbers, on_meta, within
+from ecoformer.checkpoints.limits import build_within, check_numbers, on_meta, within
 from ecoformer.checkpoints.structure import difference, structure
 from ecoformer.conversion.convert import RECORD, unwrapped
 from ecoformer.storage import CheckpointError
@@ -103,13 +103,13 @@ def load(
 
 
 def _build(tensors: dict[str, Tensor], description: dict[str, Any], source: str) -> nn.Module:
+    def build() -> nn.Module:
+        model = rebuild(description)
+        _check_same(model, description, source)
+        return model
+
     with _blaming(f"{source} does not describe a model that can be built here"):
-        with on_meta(), within(tensors, source):
-            rehearsal = rebuild(description)
-        storage.check_fit(rehearsal, tensors, source=source)
-        check_buffers(rehearsal, tensors, source)
-        _check_same(rehearsal, description, source)
-        new = rebuild(description)
+        new = build_within(build, tensors, source)
     _take_dtypes(new, tensors)
     storage.load_into(new, tensors, source=source)
     return new

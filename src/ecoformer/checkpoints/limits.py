@@ -7,7 +7,7 @@ built on the meta device, which takes no memory, and building stops once the mod
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
-from ecoformer.storage import CheckpointError
+from ecoformer.storage import CheckpointError, check_fit
 
 _SMALL = 1 << 14
 """Numbers up to this are always fine: image sizes, windows, layers."""
@@ -100,8 +100,9 @@ def within(tensors: Mapping[str, Tensor], source: str) -> Iterator[None]:
         yield
 
 
-def check_buffers(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Refuse a model on the meta device whose buffers, which files need not hold, are far too large."""
-    held = sum(tensor.numel() for tensor in tensors.values())
-    if sum(buffer.numel() for buffer in model.buffers()) > _SPARE * ((1 << 20) + held):
-        raise CheckpointError(f"{source} describes a model with larger buffers than its tensors explain")
+def build_within(build: Callable[[], nn.Module], tensors: Mapping[str, Tensor], source: str) -> nn.Module:
+    """Build a model twice: without data, to see that the tensors fit it, and then for real."""
+    with on_meta(), within(tensors, source):
+        rehearsal = build()
+    check_fit(rehearsal, tensors, source=source)
+    return build()

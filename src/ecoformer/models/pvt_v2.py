@@ -26,7 +26,7 @@ def _carry(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     return carry_pretrained(renamed, model)
 
 
-_SIZES: dict[str, dict[str, Any]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "pvt_v2_b0": {"depths": (2, 2, 2, 2), "embed_dims": (32, 64, 160, 256)},
     "pvt_v2_b1": {"depths": (2, 2, 2, 2)},
     "pvt_v2_b2": {"depths": (3, 4, 6, 3)},
@@ -34,15 +34,15 @@ _SIZES: dict[str, dict[str, Any]] = {
     "pvt_v2_b4": {"depths": (3, 8, 27, 3)},
     "pvt_v2_b5": {"depths": (3, 6, 40, 3), "mlp_ratios": (4, 4, 4, 4)},
 }
-for _sizes in _SIZES.values():
+for _sizes in SIZES.values():
     _sizes.setdefault("embed_dims", (64, 128, 320, 512))
     _sizes["num_heads"] = (1, 2, 5, 8)
 
-default_cfgs = default_cfgs_of(original, _SIZES)
+default_cfgs = default_cfgs_of(original, SIZES)
 register_variants(
     __name__,
     EcoPyramidVisionTransformerV2,
-    _SIZES,
+    SIZES,
     _carry,
     {"flatten_sequential": True, "out_indices": (0, 1, 2, 3)},
 )

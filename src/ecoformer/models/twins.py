@@ -47,7 +47,7 @@ class EcoTwins(WithMechanism, original.Twins):
                 module.grad_checkpointing = enable
 
 
-_SIZES: dict[str, dict[str, Any]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "twins_svt_small": {
         "embed_dims": (64, 128, 256, 512),
         "num_heads": (2, 4, 8, 16),
@@ -64,8 +64,8 @@ _SIZES: dict[str, dict[str, Any]] = {
         "depths": (2, 2, 18, 2),
     },
 }
-for _sizes in _SIZES.values():
+for _sizes in SIZES.values():
     _sizes |= {"patch_size": 4, "mlp_ratios": (4, 4, 4, 4), "wss": (7, 7, 7, 7), "sr_ratios": (8, 4, 2, 1)}
 
-default_cfgs = default_cfgs_of(original, _SIZES)
-register_variants(__name__, EcoTwins, _SIZES, carry_pretrained, {"out_indices": 4, "feature_cls": "getter"})
+default_cfgs = default_cfgs_of(original, SIZES)
+register_variants(__name__, EcoTwins, SIZES, carry_pretrained, {"out_indices": 4, "feature_cls": "getter"})
