@@ -1,4 +1,4 @@
-"""Running a model that belongs to somebody else: in eval mode, on shapes alone, and left as it was."""
+"""Run a user's model in eval mode or on shapes only, and leave it as it was."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ecoformer.arguments import one_line
 
 @contextmanager
 def eval_mode(*models: nn.Module) -> Iterator[None]:
-    """All modules in eval mode, and each in its own again afterwards."""
+    """All modules in eval mode; each gets its own mode back afterwards."""
     modes = {module: module.training for model in models for module in model.modules()}
     for model in models:
         model.eval()
@@ -28,7 +28,7 @@ def eval_mode(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_fast_path() -> Iterator[None]:
-    """PyTorch's encoder layers call their submodules, in the place of one operator that passes by them."""
+    """PyTorch's encoder layers call their submodules instead of one fused operator."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -38,16 +38,16 @@ def without_fast_path() -> Iterator[None]:
 
 
 def run_on_meta(model: nn.Module, example: Any) -> None:
-    """Run `model` on shapes alone; its weights stay where they are.
+    """Run `model` on shapes only; its weights stay where they are.
 
-    `example` is the input's shape, an input, or keyword arguments; of these, masks that hide nothing and need
-    not be there are left out, because models look at their values. Weights keep `requires_grad`, which
-    decides over some of PyTorch's copies.
+    `example` is the input's shape, an input, or keyword arguments. Optional masks that mask nothing are left
+    out of these, because models read their values. Weights keep `requires_grad`, which decides about some of
+    PyTorch's copies.
     """
     tensors = (*model.named_parameters(), *model.named_buffers())
     state = {name: x.to("meta").requires_grad_(x.requires_grad) for name, x in tensors}
     if isinstance(example, Mapping):
-        needed = {key: _meta(x) for key, x in example.items() if not _hides_nothing(model, key, x)}
+        needed = {key: _meta(x) for key, x in example.items() if not _masks_nothing(model, key, x)}
         torch.func.functional_call(model, state, (), needed)
         return
     if isinstance(example, Sequence) and all(isinstance(size, int) for size in example):
@@ -57,19 +57,23 @@ def run_on_meta(model: nn.Module, example: Any) -> None:
 
 
 NOT_TAKEN = (RuntimeError, ValueError, TypeError, AssertionError, IndexError, AttributeError)
-"""What models raise when an input is not for them."""
+"""What models raise for an input that they cannot take."""
 
 
 def not_taken(model: nn.Module, example: Any, error: BaseException) -> ValueError:
-    """One line on an input that a model did not take, with what to do where that can be told."""
+    """One line about an input that a model cannot take, with the remedy where it is known."""
     what = f"{type(model).__name__} cannot take an input of {_described(example)}: {one_line(error, 200)}"
     return ValueError(what + _remedy(model, example, str(error)))
 
 
 def _remedy(model: nn.Module, example: Any, problem: str) -> str:
     if isinstance(example, Mapping):
-        looked = "meta tensors" in problem
-        return "; it looks at a mask's values: leave it out, padding counts like tokens" if looked else ""
+        reads_mask = "meta tensors" in problem
+        return (
+            "; it reads the mask's values: leave the mask out, padding counts like tokens"
+            if reads_mask
+            else ""
+        )
     reads = any(isinstance(module, nn.Embedding) for module in model.modules())
     sees = any(isinstance(module, nn.Conv2d) for module in model.modules())
     of_ids = isinstance(example, Tensor) and not example.is_floating_point()
@@ -81,7 +85,7 @@ def _remedy(model: nn.Module, example: Any, problem: str) -> str:
 
 
 def _described(example: Any) -> str:
-    """Shapes, never numbers."""
+    """Shapes, not values."""
     if isinstance(example, Tensor):
         return str(tuple(example.shape))
     if isinstance(example, Mapping):
@@ -89,7 +93,7 @@ def _described(example: Any) -> str:
     return str(example)
 
 
-def _hides_nothing(model: nn.Module, name: str, value: Any) -> bool:
+def _masks_nothing(model: nn.Module, name: str, value: Any) -> bool:
     if not name.endswith("mask") or not isinstance(value, Tensor) or value.is_meta:
         return False
     known = inspect.signature(model.forward).parameters.get(name)

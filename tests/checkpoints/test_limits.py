@@ -18,7 +18,7 @@ from ecoformer.checkpoints import limits
 from ecoformer.models.text import lra_text
 
 pytest.importorskip("timm")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 HUGE = 10**9
@@ -114,11 +114,22 @@ def test_conversions_of_a_given_model(record, tmp_path):
         ecoformer.load(path, layer())
 
 
+@pytest.mark.parametrize("config", [{"num_hidden_layers": HUGE}, {"num_hidden_layers": 16_000}], ids=str)
+def test_folders_of_transformers(config, tmp_path):
+    sizes = transformers.BertConfig(**BERT, vocab_size=50)
+    transformers.BertModel(sizes).save_pretrained(tmp_path)
+    assert isinstance(ecoformer.load(tmp_path), transformers.BertModel)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    with pytest.raises(CheckpointError, match=r"num_hidden_layers|larger model"):
+        ecoformer.load(tmp_path)
+
+
 def test_what_is_built_elsewhere_meanwhile_does_not_count(tmp_path):
     """The limit holds for the loading thread alone, and is gone afterwards."""
     path = ecoformer.save(lra_text(length=8, depth=1), tmp_path / "x")
     large = lambda: torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3000)))  # noqa: E731
-    with limits.within({}, "x"):
+    with limits.within(limits.Held(0, 0, 0), "x"):
         with ThreadPoolExecutor() as pool:
             pool.submit(large).result()
         with pytest.raises(CheckpointError):

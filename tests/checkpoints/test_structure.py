@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ecoformer
-from ecoformer.checkpoints.structure import difference, structure
+from ecoformer.checkpoints.describe import difference, structure
 
 timm = pytest.importorskip("timm")
 

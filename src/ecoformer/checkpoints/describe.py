@@ -1,189 +1,178 @@
-"""A model as a small description that JSON can hold, and a model from its description."""
+"""A model as a small description that JSON can hold, and a model from its description.
+
+A description has four parts: "model" (library, name, arguments), "conversions" (what `convert` did),
+"attention" (classes and plain attributes of our own modules) and "modules" (the same for all modules, if no
+library builds the model).
+"""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
+import inspect
 import json
-from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from ecoformer.checkpoints.structure import structure
 from ecoformer.conversion.convert import RECORD, reapply
 from ecoformer.conversion.rules import known_modules
 from ecoformer.storage import CheckpointError
 from ecoformer.third_party import import_library, import_timm
 
+Structure = dict[str, dict[str, Any]]
+
+ARGUMENTS = "ecoformer_arguments"
+"""Attribute of a timm model: the arguments it was built with, as far as we know them."""
 _OURS = {
     "EcoPyramidVisionTransformerV2": "ecoformer.models.pvt_v2",
     "EcoTwins": "ecoformer.models.twins",
     "TextEncoder": "ecoformer.models.text",
     "TwoTowerEncoder": "ecoformer.models.text",
 }
-"""Our classes, and where they are."""
 _IMAGES = ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std")
-"""What timm knows of how a model's images are prepared."""
-_NEVER = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
-_NEVER |= {"auto_map"}
-"""Arguments by which a library would open other files or import code: a checkpoint must not make it so."""
+"""timm's settings of how a model's images are prepared."""
+_NEVER = {
+    "pretrained",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "checkpoint_path",
+    "cache_dir",
+    "auto_map",
+}
+"""Arguments that make a library open other files or import code."""
+_ELSEWHERE = ("hf-hub:", "hf_hub:", "local-dir:", "http:", "https:")
 _IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention")
-"""Attention of transformers that is part of it; any other name may be that of code on the Hub."""
-ARGUMENTS = "ecoformer_arguments"
-"""Attribute of a timm model that was built from a file: what it was built with."""
+"""Attention that is part of transformers; any other name may be that of code on the Hub."""
+_RATES = {"p", "drop_prob", "drop_path_rate"}
+"""Dropout changes training only, and many models do not remember theirs."""
+_IGNORED = {"training", "inplace", "img_size", "num_patches", "H", "W"}
+_IGNORED |= {"grad_checkpointing", "gradient_checkpointing"}
+_IGNORED |= {"pretrained_cfg", "default_cfg", ARGUMENTS, "warnings_issued", "all_tied_weights_keys"}
 
 
 def describe(
     model: nn.Module, arguments: dict[str, Any] | None = None, *, standalone: bool = True
 ) -> dict[str, Any]:
-    """What `rebuild` needs to make such a model; `arguments` are the constructor's where they do not show."""
-    architecture: dict[str, Any] = {"library": None, "name": type(model).__name__}
-    if standalone:
-        architecture = _architecture(model, arguments or {})
-    known = architecture["library"] is not None
+    """What `rebuild` needs; `arguments` are constructor arguments that the model does not remember."""
+    built = _architecture(model, arguments or {}) if standalone else None
+    records = []
+    for name, module in model.named_modules():
+        for record in vars(module).get(RECORD, []):  # parts can be converted on their own
+            layers = {f"{name}.{layer}" if name else layer: s for layer, s in record["layers"].items()}
+            records.append({"mechanism": record["mechanism"], "layers": layers})
     return {
-        "model": architecture,
-        # Nobody but the user can build it again, so that the file must say what it was.
-        "modules": {} if known else structure(model),
-        "conversions": _conversions(model),
+        "model": built or {"library": None, "name": type(model).__name__},
+        "modules": {} if built else structure(model),
+        "conversions": records,
         "attention": structure(model, ours_only=True),
     }
 
 
-def _conversions(model: nn.Module) -> list[dict[str, Any]]:
-    """What was done to the model, or to a part of it, with the layers' names as the model knows them."""
-    records = []
-    for name, module in model.named_modules():
-        for record in vars(module).get(RECORD, []):
-            layers = {f"{name}.{layer}" if name else layer: s for layer, s in record["layers"].items()}
-            records.append({"mechanism": record["mechanism"], "layers": layers})
-    return records
-
-
 def current_arguments(model: nn.Module) -> dict[str, Any] | None:
-    """What one of our models was built with, and what was changed since; None for other models."""
+    """What one of our models was built with, updated where it has changed since; None for other models."""
     captured = getattr(model, "_hub_mixin_config", None)
     if captured is None:
         return None
-    # Where and in which precision it was built is no part of what it is.
     known = {key: value for key, value in captured.items() if key not in ("device", "dtype")}
     changeable = ("num_classes", "global_pool", "classes")
     return known | {key: getattr(model, key) for key in changeable if hasattr(model, key)}
 
 
-def _architecture(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
-    cls, anything = type(model), cast(Any, model)
-    settings = getattr(model, "pretrained_cfg", None)
-    known = current_arguments(model)
+def _architecture(model: Any, arguments: dict[str, Any]) -> dict[str, Any] | None:
+    """Library, name and arguments; None if no library builds the model."""
+    name, module = type(model).__name__, type(model).__module__
+    settings, known = getattr(model, "pretrained_cfg", None), current_arguments(model)
     if isinstance(settings, dict) and settings.get("architecture"):
         known = (_timm_arguments(model) if known is None else known) | arguments
         images = {key: settings[key] for key in _IMAGES if settings.get(key) is not None}
         return {"library": "timm", "name": settings["architecture"], "arguments": known, "images": images}
-    if known is not None and _OURS.get(cls.__name__) == cls.__module__:
-        return {"library": "ecoformer", "name": cls.__name__, "arguments": known | arguments}
-    if cls.__module__ in _known_modules() and hasattr(model, "config"):
-        config = json.loads(anything.config.to_json_string(use_diff=False))
-        config.pop("quantization_config", None)  # the conversions, which are described apart
-        implementation = getattr(anything.config, "_attn_implementation", None)
-        implementation = implementation if implementation in _IMPLEMENTATIONS else None
-        return {
-            "library": "transformers",
-            "name": cls.__name__,
-            "config": config,
-            "attention": implementation,
-        }
-    return {"library": None, "name": cls.__name__}
+    if known is not None and _OURS.get(name) == module:
+        return {"library": "ecoformer", "name": name, "arguments": known | arguments}
+    if module.startswith("transformers.") and module in known_modules() and hasattr(model, "config"):
+        config = json.loads(model.config.to_json_string(use_diff=False))
+        config.pop("quantization_config", None)  # holds the conversions, which are described separately
+        attention = getattr(model.config, "_attn_implementation", None)
+        attention = attention if attention in _IMPLEMENTATIONS else None
+        return {"library": "transformers", "name": name, "config": config, "attention": attention}
+    return None
 
 
 def _timm_arguments(model: Any) -> dict[str, Any]:
     """What timm's models keep of their constructor's arguments."""
     pool = getattr(model, "global_pool", None)
-    pool = getattr(pool, "pool_type", None) if isinstance(pool, nn.Module) else pool
-    kept = {name: getattr(model, name, None) for name in ("num_classes", "in_chans")} | {"global_pool": pool}
-    arguments = dict(getattr(model, ARGUMENTS, {}))
-    arguments |= {name: value for name, value in kept.items() if value is not None}
+    kept = {name: getattr(model, name, None) for name in ("num_classes", "in_chans")}
+    kept["global_pool"] = getattr(pool, "pool_type", None) if isinstance(pool, nn.Module) else pool
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    if size is not None:
-        arguments["img_size"] = list(size)
-    if getattr(model, "dynamic_img_size", False):
-        arguments["dynamic_img_size"] = True
-    return arguments
+    kept["img_size"] = None if size is None else list(size)
+    kept["dynamic_img_size"] = getattr(model, "dynamic_img_size", False) or None
+    return getattr(model, ARGUMENTS, {}) | {name: value for name, value in kept.items() if value is not None}
 
 
-def _known_modules() -> set[str]:
-    """The modules of transformers whose models are built from files: those that `convert` knows."""
-    return {name for name in known_modules() if name.startswith("transformers.")}
-
-
-def check_description(description: Any, source: str) -> None:
-    """Refuse what `describe` did not write."""
-    built = description.get("model") if isinstance(description, dict) else None
+def check_description(description: dict[str, Any], source: str) -> None:
+    """Refuse what `describe` did not write, and what would open anything but this file."""
+    built = description.get("model")
     if not isinstance(built, dict) or not isinstance(built.get("name"), str) or "library" not in built:
         raise CheckpointError(f"{source} was not written by ecoformer.save")
-    arguments = built.get("arguments", {})
-    names = {"library": built["library"], "arguments": arguments, "attention": description.get("attention")}
-    if not isinstance(arguments, dict) or not isinstance(names["attention"], dict):
-        raise CheckpointError(f"{source} is damaged: its description is not what ecoformer.save writes")
-    if ":" in built["name"] or leads_elsewhere(arguments) or leads_elsewhere(built.get("config")):
-        raise CheckpointError(f"{source} names files or code other than itself, which are not opened")
-    if built.get("attention") not in _IMPLEMENTATIONS:
-        raise CheckpointError(
-            f"{source} names an attention kernel, {built['attention']!r}, which is not loaded"
-        )
     records = description.get("conversions")
-    for record in records if isinstance(records, list) else [None]:
-        if not isinstance(record, dict) or not isinstance(record.get("layers"), dict):
-            raise CheckpointError(f"{source} is damaged: it does not say how layers were converted")
+    sound = isinstance(records, list) and all(
+        isinstance(record, dict) and isinstance(record.get("layers"), dict) for record in records
+    )
+    parts = (built.get("arguments", {}), built.get("config", {}), built.get("images", {}))
+    if not sound or not all(isinstance(part, dict) for part in (*parts, description.get("attention"))):
+        raise CheckpointError(f"{source} is damaged: its description is not what ecoformer.save writes")
+    foreign_attention = built.get("attention") not in _IMPLEMENTATIONS
+    if ":" in built["name"] or foreign_attention or any(map(leads_elsewhere, parts)):
+        raise CheckpointError(f"{source} names files or code other than itself, which are not opened")
 
 
 def leads_elsewhere(value: Any) -> bool:
     """Whether arguments or a config would make a library open other files, download, or import code."""
     if isinstance(value, dict):
         named = any(key in _NEVER or str(key).endswith("attn_implementation") for key in value)
-        return named or any(leads_elsewhere(item) for item in value.values())
+        return named or any(map(leads_elsewhere, value.values()))
     if isinstance(value, (list, tuple)):
-        return any(leads_elsewhere(item) for item in value)
-    return isinstance(value, str) and value.startswith(
-        ("hf-hub:", "hf_hub:", "local-dir:", "http:", "https:")
-    )
+        return any(map(leads_elsewhere, value))
+    return isinstance(value, str) and value.startswith(_ELSEWHERE)
 
 
 def rebuild(description: dict[str, Any]) -> nn.Module:
-    """A model as described, with fresh weights; the global random state is left alone."""
+    """A model as described, with fresh weights; the global random state stays as it was."""
     built = description["model"]
     name, library = built["name"], built["library"]
-    with torch.random.fork_rng(devices=[]):
-        if library == "timm":
-            model = _timm(name, built["arguments"], built.get("images", {}))
-        elif library == "transformers":
-            model = _transformers(name, built["config"], built.get("attention"))
-        elif library == "ecoformer" and name in _OURS:
-            model = getattr(importlib.import_module(_OURS[name]), name)(**_tuples(built["arguments"]))
-        else:
-            raise CheckpointError(
-                f"the file holds a {name}, which cannot be built from its name: build it and pass it as "
-                "ecoformer.load(path, model)"
-            )
-        return prepare(model, description)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            if library == "timm":
+                model = _timm(name, built["arguments"], built.get("images", {}))
+            elif library == "transformers":
+                model = _transformers(name, built["config"], built.get("attention"))
+            elif library == "ecoformer" and name in _OURS:
+                model = getattr(importlib.import_module(_OURS[name]), name)(**_tuples(built["arguments"]))
+            else:
+                raise CheckpointError(
+                    f"the file holds a {name}, which cannot be built from its name: build it and pass it as "
+                    "ecoformer.load(path, model)"
+                )
+            return prepare(model, description)
+    except ModuleNotFoundError as error:
+        extra = "text" if library == "transformers" else "vision"
+        raise ImportError(f"{name} needs {error.name}: pip install 'ecoformer[{extra}]'") from error
 
 
 def prepare(model: nn.Module, description: dict[str, Any]) -> nn.Module:
-    """Do to a bare model what was done to the described one."""
+    """Convert a bare model as the described one was."""
     for record in description["conversions"]:
         reapply(model, record["mechanism"], record["layers"])
     return model
 
 
 def _tuples(arguments: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows lists only."""
+    """JSON has lists only."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
 
 
 def _timm(name: str, arguments: dict[str, Any], images: dict[str, Any]) -> nn.Module:
-    with _needs("timm", name):
-        timm = import_timm()
+    timm = import_timm()
     if not timm.is_model(name):
         raise CheckpointError(f"timm {timm.__version__} has no model {name!r}")
     model: nn.Module = timm.create_model(name, **_tuples(arguments))
@@ -195,22 +184,63 @@ def _timm(name: str, arguments: dict[str, Any], images: dict[str, Any]) -> nn.Mo
 
 
 def _transformers(name: str, config: dict[str, Any], attention: str | None) -> nn.Module:
-    with _needs("transformers", name):
-        import transformers
-
-        import_library("transformers.modeling_utils")
-    cls: Any = getattr(transformers, name, None)
-    is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
-    if not is_model or cls.__module__ not in _known_modules():
-        raise CheckpointError(f"transformers {transformers.__version__} has no model class {name!r}")
-    anything = cast(Any, cls)
-    built = anything._from_config(anything.config_class.from_dict(config), attn_implementation=attention)
-    return cast(nn.Module, built)
+    import_library("transformers.modeling_utils")
+    library = import_library("transformers")
+    cls = getattr(library, name, None)
+    if getattr(cls, "__module__", None) not in known_modules() or not hasattr(cls, "_from_config"):
+        raise CheckpointError(f"transformers {library.__version__} has no model class {name!r}")
+    model: nn.Module = cls._from_config(cls.config_class.from_dict(config), attn_implementation=attention)
+    return model
 
 
-@contextlib.contextmanager
-def _needs(package: str, name: str) -> Iterator[None]:
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ImportError(f"{name} is built by {package}: pip install {package}") from error
+def structure(model: nn.Module, *, ours_only: bool = False) -> Structure:
+    """The class and the plain attributes of every module, by name; `ours_only`: of our own classes."""
+    return {
+        name: {"class": _class(module)} | _attributes(module)
+        for name, module in model.named_modules()
+        if not ours_only or (type(module).__module__.startswith("ecoformer.") and name)
+    }
+
+
+def difference(ours: Structure, theirs: Structure) -> str | None:
+    """The first difference between two structures.
+
+    Attributes that only one of them has are ignored: versions of a library may add some.
+    """
+    for name in {**ours, **theirs}:
+        if name not in ours or name not in theirs:
+            return f"{name or 'the model'} is there only once"
+        mine, yours = ours[name], theirs[name]
+        for key in mine:
+            if key in yours and _as_json(mine[key]) != _as_json(yours[key]):
+                return f"{name or 'the model'}: {key} is {mine[key]!r} against {yours[key]!r}"
+    return None
+
+
+def _class(module: nn.Module) -> str:
+    name = type(module).__qualname__
+    return "Identity" if name in ("DropPath", "Dropout") else name
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    skipped = _IGNORED if list(module.parameters(recurse=False)) else _IGNORED | _RATES
+    found = {key: value for key, value in vars(module).items() if key[:1] != "_" and key not in skipped}
+    functions = {
+        key: f"function {value.__name__}"
+        for key, value in found.items()
+        if inspect.isbuiltin(value) or inspect.isfunction(value)
+    }
+    return functions | {key: value for key, value in found.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    """Also dicts of plain values, such as what an `Adapter` remembers of the layer before it."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)

@@ -1,4 +1,4 @@
-"""`save` and `load`: a converted model in one safetensors file that says how to build it."""
+"""`save` and `load`: a converted model in one safetensors file that describes how to build it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,15 @@ from torch import Tensor, nn
 from ecoformer import storage
 from ecoformer.arguments import one_line
 from ecoformer.checkpoints import folders
-from ecoformer.checkpoints.describe import check_description, describe, prepare, rebuild
-from ecoformer.checkpoints.limits import build_within, check_numbers, on_meta, within
-from ecoformer.checkpoints.structure import difference, structure
+from ecoformer.checkpoints.describe import (
+    check_description,
+    describe,
+    difference,
+    prepare,
+    rebuild,
+    structure,
+)
+from ecoformer.checkpoints.limits import Held, build_within, check_numbers, on_meta, within
 from ecoformer.conversion.convert import RECORD, unwrapped
 from ecoformer.storage import CheckpointError
 
@@ -31,16 +37,16 @@ def save(
 ) -> Path:
     """Write `model` to a safetensors file with its config inside, so that `load(path)` needs nothing else.
 
-    The file is written aside and put in place when it is whole. Weights, hash functions and whether they are
-    fitted are all in it; how training goes on (optimiser, dropout of timm's originals) is not.
+    An existing file is replaced when the new one is complete. The file holds weights and hash functions,
+    fitted or not, but no state of training (optimiser, dropout of timm's original layers).
 
     Args:
         model: one of ours, of timm's or of Hugging Face's, converted or not. Any other module can be saved
             too; to load it, pass such a module to `load`.
-        path: where to; the folder must be there.
-        arguments: those of `timm.create_model` that a timm model does not remember. It is checked that
-            `load(path)` will build the same model; where it would not, the error says what differs.
-        standalone: False leaves out how the model is built, for one that was changed by hand. `load` then
+        path: the file; its folder must exist.
+        arguments: those of `timm.create_model` that a timm model does not remember. `save` checks that
+            `load(path)` will build the same model; if not, the error names the difference.
+        standalone: False omits how the model is built, for a model that was changed by hand. `load` then
             needs such a model.
     """
     model = unwrapped(model)
@@ -55,15 +61,27 @@ def save(
 def checked_description(
     model: nn.Module, remedy: str, arguments: dict[str, Any] | None = None, *, standalone: bool = True
 ) -> dict[str, Any]:
-    """What `save` writes down of a model, once it is certain that the same one can be built from it.
-
-    Where it cannot, the error ends with the `remedy`.
-    """
+    """A model's description, after a check that it builds the same model; errors end with the `remedy`."""
     description = describe(model, arguments, standalone=standalone)
     storage.as_json(description)
-    if description["model"]["library"] is not None:
-        _check_rebuilds(model, description, remedy)
+    if description["model"]["library"] is None:
+        return description
+    name, arguments = description["model"]["name"], description["model"].get("arguments", {})
+    try:
+        with on_meta():
+            again = rebuild(description)
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
+        raise ValueError(f"{name} cannot be built with {arguments} ({one_line(error)}): {remedy}") from error
+    odd = difference(_shape_of(model), _shape_of(again))
+    if odd:
+        raise ValueError(f"another {name} would come back, built with {arguments} ({odd}): {remedy}")
     return description
+
+
+def _shape_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Everything that two equal models have in common but the numbers."""
+    tensors = {key: {"shape": tuple(tensor.shape)} for key, tensor in model.state_dict().items()}
+    return {"the model": {"class": type(model).__qualname__}} | structure(model) | tensors
 
 
 def load(
@@ -73,8 +91,8 @@ def load(
 
     Args:
         path: the file, or a folder that `save_pretrained` or a Trainer wrote.
-        model: where no library here builds the file's model: such a model, converted in the same way or not
-            at all. It is converted and loaded in place and keeps its dtypes; an error leaves it as it was.
+        model: needed if no library here builds the file's model: such a model, converted in the same way or
+            not at all. It is converted and loaded in place and keeps its dtypes; an error changes nothing.
         device: where to put the weights, if no `model` is given.
     """
     if Path(path).is_dir():
@@ -85,7 +103,8 @@ def load(
     source = str(path)
     tensors, description = storage.read(path)
     check_description(description, source)
-    check_numbers(description, tensors, source)
+    held = Held.by(tensors)
+    check_numbers(description, held, source)
     if model is None:
         return _build(tensors, description, source).to(device).eval()
     given, model = model, unwrapped(model)
@@ -93,7 +112,7 @@ def load(
     rehearsal = _on_meta(model)
     bare = not structure(model, ours_only=True)
     steps = description if bare else description | {"conversions": []}
-    with _blaming(f"{source} does not fit {type(model).__name__}"), on_meta(), within(tensors, source):
+    with _blaming(f"{source} does not fit {type(model).__name__}"), on_meta(), within(held, source):
         prepare(rehearsal, steps)
     _check_same(rehearsal, description, source)
     storage.check_fit(rehearsal, tensors, source=source)
@@ -109,34 +128,13 @@ def _build(tensors: dict[str, Tensor], description: dict[str, Any], source: str)
         return model
 
     with _blaming(f"{source} does not describe a model that can be built here"):
-        new = build_within(build, tensors, source)
-    _take_dtypes(new, tensors)
-    storage.load_into(new, tensors, source=source)
-    return new
-
-
-def _check_rebuilds(model: nn.Module, description: dict[str, Any], remedy: str) -> None:
-    name, arguments = description["model"]["name"], description["model"].get("arguments", {})
-    try:
-        with on_meta():
-            again = rebuild(description)
-    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
-        raise ValueError(f"{name} cannot be built with {arguments} ({one_line(error)}): {remedy}") from error
-    odd = difference(structure(model), structure(again)) or _other_shapes(model, again)
-    if type(model) is not type(again):
-        odd = f"it is a {type(model).__name__}, not a {type(again).__name__}"
-    if odd:
-        raise ValueError(f"another {name} would come back, built with {arguments} ({odd}): {remedy}")
-
-
-def _other_shapes(model: nn.Module, again: nn.Module) -> str | None:
-    ours, theirs = model.state_dict(), again.state_dict()
-    shapes = [{name: tuple(t.shape) for name, t in state.items()} for state in (ours, theirs)]
-    for name in {**ours, **theirs}:
-        here, there = (shape.get(name, "missing") for shape in shapes)
-        if here != there:
-            return f"{name} is {here} against {there}"
-    return None
+        model = build_within(build, tensors, source)
+    # Every parameter and buffer gets the precision that it was saved in.
+    for name, own in model.state_dict(keep_vars=True).items():
+        if own.is_floating_point() and tensors[name].is_floating_point():
+            own.data = own.data.to(tensors[name].dtype)
+    storage.load_into(model, tensors, source=source)
+    return model
 
 
 def _check_same(model: nn.Module, description: dict[str, Any], source: str) -> None:
@@ -149,18 +147,9 @@ def _check_same(model: nn.Module, description: dict[str, Any], source: str) -> N
         raise CheckpointError(f"{source} does not fit {type(model).__name__}: {odd} in the file{known}")
 
 
-def _take_dtypes(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Give every parameter and buffer the precision that it was saved in."""
-    state = model.state_dict(keep_vars=True)
-    for name, tensor in tensors.items():
-        own = state.get(name)
-        if own is not None and own.is_floating_point() and tensor.is_floating_point():
-            own.data = own.data.to(tensor.dtype)
-
-
 @contextlib.contextmanager
 def _blaming(what: str) -> Iterator[None]:
-    """What goes wrong while a model is built from a file is the file's fault."""
+    """Whatever goes wrong while a model is built from a file is the file's fault."""
     try:
         yield
     except (CheckpointError, MemoryError, ImportError):

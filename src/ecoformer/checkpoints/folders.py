@@ -10,11 +10,16 @@ from torch import nn
 
 from ecoformer.arguments import one_line
 from ecoformer.checkpoints.describe import leads_elsewhere
+from ecoformer.checkpoints.limits import Held, check_numbers, within
 from ecoformer.conversion.huggingface import register_with_transformers
 from ecoformer.storage import CheckpointError
 from ecoformer.third_party import import_library
 
 WEIGHTS = "model.safetensors"
+_WEIGHT_FILES = ("*.safetensors", "*.bin")
+_BYTES_PER_TENSOR = 64
+"""At least so many, with its entry in the header."""
+_LARGEST_CONFIG = 1 << 23
 
 
 def is_ours(folder: Path) -> bool:
@@ -48,10 +53,14 @@ def _load(folder: Path, safetensors_only: bool) -> nn.Module:
     cls: Any = getattr(transformers, (config.get("architectures") or ["AutoModel"])[0], None)
     if cls is None or leads_elsewhere(config):
         raise ValueError("it needs code that is not part of transformers")
+    size = sum(file.stat().st_size for kind in _WEIGHT_FILES for file in folder.glob(kind))
+    held = Held(size // _BYTES_PER_TENSOR, size, size)
+    check_numbers({"model": config, "conversions": []}, held, "config.json")
     safe = {"local_files_only": True, "trust_remote_code": False}
     if safetensors_only:
         safe["use_safetensors"] = True
-    model, loading = cls.from_pretrained(folder, output_loading_info=True, **safe)
+    with within(held, "config.json"):
+        model, loading = cls.from_pretrained(folder, output_loading_info=True, **safe)
     odd = [name for kind in ("missing_keys", "mismatched_keys") for name in loading.get(kind, ())]
     if odd:
         raise ValueError(
@@ -64,6 +73,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         return {}
+    if file.stat().st_size > _LARGEST_CONFIG:
+        raise CheckpointError(f"{file} is larger than {_LARGEST_CONFIG} bytes")
     config = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} is not a JSON object")

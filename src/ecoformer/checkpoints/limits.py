@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,30 +22,42 @@ _SMALL = 1 << 14
 """Numbers up to this are always fine: image sizes, windows, layers."""
 _BYTES_PER_UNIT = 32
 """A vocabulary, a length or a width has a row of at least this many bytes for each of its units."""
-_FREE = ("seed",)
-"""Arguments that say nothing about sizes."""
 _SPARE = 16
 """Layers are built as the library has them and then converted: tensors are made that no file holds."""
 
 
-def check_numbers(description: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> None:
+class Held(NamedTuple):
+    """What a file holds."""
+
+    tensors: int
+    elements: int
+    nbytes: int
+
+    @classmethod
+    def by(cls, tensors: Mapping[str, Tensor]) -> Held:
+        """What these tensors hold."""
+        sizes = [(tensor.numel(), tensor.nbytes) for tensor in tensors.values()]
+        return cls(len(sizes), sum(n for n, _ in sizes), sum(n for _, n in sizes))
+
+
+def check_numbers(description: Mapping[str, Any], held: Held, source: str) -> None:
     """Refuse a description with numbers that no model of these tensors could have."""
-    limit = max(_SMALL, sum(tensor.nbytes for tensor in tensors.values()) // _BYTES_PER_UNIT)
+    limit = max(_SMALL, held.nbytes // _BYTES_PER_UNIT)
     for part in ("model", "conversions"):
         for name, value in _numbers(description[part], part):
             if abs(value) > limit:
                 asked = f"{name}={str(value)[:24]}"
                 raise CheckpointError(f"{source} asks for {asked}, but its tensors allow {limit} at most")
     steps = sum(len(record["layers"]) for record in description["conversions"])
-    if steps > _SPARE * len(tensors):
-        raise CheckpointError(f"{source} converts {steps} layers but holds {len(tensors)} tensors")
+    if steps > _SPARE * held.tensors:
+        raise CheckpointError(f"{source} converts {steps} layers but holds {held.tensors} tensors")
 
 
 def _numbers(value: Any, name: str) -> Iterator[tuple[str, int]]:
-    """Every integer in a description by its name; those of a list count together."""
+    """Every size in a description by its name; those of a list count together."""
     if isinstance(value, dict):
         for key, item in value.items():
-            if key not in _FREE:
+            if key != "seed" and not key.endswith("_id"):
                 yield from _numbers(item, key)
     elif isinstance(value, list):
         found = [number for item in value for number in _numbers(item, name)]
@@ -73,11 +85,10 @@ def on_meta() -> Iterator[None]:
 
 
 @contextmanager
-def within(tensors: Mapping[str, Tensor], source: str) -> Iterator[None]:
-    """Stop building a model in this thread once it has outgrown a file with these tensors."""
+def within(held: Held, source: str) -> Iterator[None]:
+    """Stop building a model in this thread once it has outgrown a file that holds so much."""
     thread = threading.get_ident()
-    modules = _SPARE * (64 + 2 * len(tensors))
-    elements = _SPARE * ((1 << 16) + sum(tensor.numel() for tensor in tensors.values()))
+    modules, elements = _SPARE * (64 + 2 * held.tensors), _SPARE * ((1 << 16) + held.elements)
 
     def count(module: nn.Module, name: str, new: Tensor | nn.Module | None) -> None:
         nonlocal modules, elements
@@ -86,9 +97,7 @@ def within(tensors: Mapping[str, Tensor], source: str) -> Iterator[None]:
         modules -= 1
         elements -= new.numel() if isinstance(new, Tensor) else 0
         if modules < 0 or elements < 0:
-            raise CheckpointError(
-                f"{source} describes a larger model than its {len(tensors)} tensors can fill"
-            )
+            raise CheckpointError(f"{source} describes a larger model than its tensors can fill")
 
     with ExitStack() as stack:
         for register in (
@@ -102,7 +111,7 @@ def within(tensors: Mapping[str, Tensor], source: str) -> Iterator[None]:
 
 def build_within(build: Callable[[], nn.Module], tensors: Mapping[str, Tensor], source: str) -> nn.Module:
     """Build a model twice: without data, to see that the tensors fit it, and then for real."""
-    with on_meta(), within(tensors, source):
+    with on_meta(), within(Held.by(tensors), source):
         rehearsal = build()
     check_fit(rehearsal, tensors, source=source)
     return build()

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from ecoformer import storage
 from ecoformer.arguments import one_line
+from ecoformer.checkpoints.describe import rebuild
 from ecoformer.checkpoints.limits import build_within
-from ecoformer.conversion import convert
 from ecoformer.storage import CheckpointError
-from ecoformer.third_party import import_timm
 
 Family = Literal["pvt_v2", "twins"]
 
@@ -54,7 +53,8 @@ def load_official(source: str | os.PathLike[str] | Mapping[str, Any]) -> nn.Modu
         _check_memory(state)
         family, arguments = recognise(state)
         tensors = rename(state, family)
-        model = build_within(lambda: _build(family, arguments), tensors, where)
+        description = _describe(family, arguments)
+        model = build_within(lambda: rebuild(description), tensors, where)
         storage.load_into(model, tensors, source=where)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {str(error).removeprefix(where).lstrip()}") from None
@@ -251,16 +251,15 @@ def _list(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _build(family: Family, arguments: dict[str, Any]) -> nn.Module:
-    try:
-        timm = import_timm()
-    except ModuleNotFoundError as error:
-        raise ImportError("released models need timm: pip install 'ecoformer[vision]'") from error
-    model: nn.Module = timm.create_model(_nearest(family, arguments), **arguments)
+def _describe(family: Family, arguments: dict[str, Any]) -> dict[str, Any]:
+    """How `rebuild` makes the model."""
+    conversions = []
     if family == "twins":
         # timm's last stage has windows of 7 x 7; the released one sees the complete image at every size.
-        convert(model, "softmax", layers=["blocks.3.*"])
-    return model
+        layers = {f"blocks.3.{i}.attn": {} for i in range(arguments["depths"][-1])}
+        conversions = [{"mechanism": "softmax", "layers": layers}]
+    model = {"library": "timm", "name": _nearest(family, arguments), "arguments": arguments}
+    return {"model": model, "conversions": conversions}
 
 
 def _nearest(family: Family, arguments: dict[str, Any]) -> str:

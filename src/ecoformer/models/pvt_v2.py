@@ -15,7 +15,7 @@ from ecoformer.models.vision import WithMechanism, carry_pretrained, default_cfg
 
 
 class EcoPyramidVisionTransformerV2(WithMechanism, original.PyramidVisionTransformerV2):
-    """timm's `PyramidVisionTransformerV2` with another mechanism in the place of spatial reduction.
+    """timm's `PyramidVisionTransformerV2` with another mechanism instead of spatial reduction.
 
     Arguments are those of `WithMechanism` and of timm's class.
     """

@@ -18,18 +18,6 @@ from ecoformer.functional import sum_over_ranks
 
 __all__ = ["PAD", "TextEncoder", "TwoTowerEncoder", "byte_tokens", "lra_retrieval", "lra_text"]
 
-_LRA: dict[str, Any] = {
-    "vocabulary": 512,
-    "length": 4096,
-    "dim": 64,
-    "depth": 2,
-    "num_heads": 2,
-    "hidden": 128,
-    "classes": 2,
-    "dropout": 0.1,
-    "attn_drop": 0.1,
-}
-
 
 class Block(nn.Module):
     """A pre-LN layer: x + attention(norm(x)), then x + feed-forward(norm(x))."""
@@ -55,37 +43,39 @@ class Block(nn.Module):
 
 
 class TextEncoder(HubMixin, SharesTokens, nn.Module):
-    """Encoder of one text: token ids (B, N) to logits (B, classes), by any registered mechanism.
+    """Encoder of one text: token ids (B, N) to logits (B, classes), with any registered mechanism.
 
     Embeddings with learned positions, `depth` pre-LN layers, a final LayerNorm, the mean over the tokens of
     the text, and a head of two linear layers with a ReLU between them. With `pool="none"` the head reads
-    each token instead of the mean, and gives logits (B, N, classes).
+    each token instead of the mean, and returns logits (B, N, classes). The defaults are those of the Long
+    Range Arena's text classifier.
 
-    Padding enters neither attention nor the mean, and gets no gradient. How far a text is padded changes its
-    logits by rounding alone, with two exceptions: `combiner` chooses its blocks by N, unless
-    `attention_config` sets `block`; and `reformer` its number of buckets, by N rounded up to 2 `bucket_size`.
+    Padding enters neither attention nor the mean, and gets no gradient. The amount of padding changes the
+    logits by rounding only, with two exceptions: `combiner` chooses its blocks by N, unless
+    `attention_config` sets `block`; `reformer` chooses its number of buckets by N rounded up to
+    2 `bucket_size`.
 
     Mechanisms that hash start unfitted: `ecoformer.fit_hashers(model, [tokens])`.
 
-    Within `split_tokens(model, group)` every rank is given the whole texts, computes a stretch of their
-    tokens, and gives logits of the texts, or of its stretch with `pool="none"`.
+    Within `split_tokens(model, group)` every rank gets the complete texts, computes a slice of their tokens,
+    and returns logits of the texts, or of its slice with `pool="none"`.
 
     Args:
         attention: name of a mechanism, see `ecoformer.list_attentions`.
-        attention_config: keyword arguments of the mechanism. They win over those that the encoder would give
-            it: `attn_drop`, `proj_drop` and, for mechanisms sized by the number of tokens, `seq_len=length`.
+        attention_config: keyword arguments of the mechanism. They override those that the encoder sets:
+            `attn_drop`, `proj_drop` and, for mechanisms sized by the number of tokens, `seq_len=length`.
         vocabulary: number of token ids.
-        length: most tokens of a text, padding included.
+        length: maximum number of tokens of a text, padding included.
         dim: channels of a token.
         depth: layers.
         num_heads: heads of a layer.
         hidden: channels within the feed-forward part of a layer and within the head.
-        classes: logits; 0 leaves the head out, and the encoder gives what the head would read: the mean
-            (B, dim), or each token (B, N, dim).
+        classes: number of logits; 0 omits the head, and the encoder returns what the head would read: the
+            mean (B, dim), or each token (B, N, dim).
         dropout: after the embedding, after attention, and in the feed-forward part.
-        attn_drop: dropout of attention weights. Only mechanisms that form such weights (`has_weights`) get
-            it; for the others, hashed attention among them, it has no meaning and is left out.
-        pool: "mean" for a class of the text, "none" for one of each token; those of padding mean nothing.
+        attn_drop: dropout of attention weights, for mechanisms that have such weights (`has_weights`);
+            hashed attention has none.
+        pool: "mean" to classify the text, "none" to classify each token (outputs at padding are arbitrary).
     """
 
     def __init__(
@@ -130,7 +120,7 @@ class TextEncoder(HubMixin, SharesTokens, nn.Module):
         """Token ids (B, N) to logits (B, classes), or (B, N, classes) with `pool="none"`.
 
         `key_padding_mask` (B, N) is True where a token is padding; without it, tokens equal to `PAD` are. A
-        text of nothing but padding is read as a mean of zeros.
+        text of padding only has a mean of zeros.
         """
         mask = self._padding("tokens", tokens, "key_padding_mask", key_padding_mask)
         encode = self._encode if self.pooling == "mean" else self._features
@@ -138,7 +128,7 @@ class TextEncoder(HubMixin, SharesTokens, nn.Module):
         return logits
 
     def forward_features(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Token ids (B, N) to features (B, N, dim) after the final LayerNorm; padding's mean nothing."""
+        """Token ids (B, N) to features (B, N, dim) after the final LayerNorm; arbitrary at padding."""
         mask = self._padding("tokens", tokens, "key_padding_mask", key_padding_mask)
         return self._features(tokens, mask)
 
@@ -149,7 +139,7 @@ class TextEncoder(HubMixin, SharesTokens, nn.Module):
         return embedded
 
     def pool(self, x: Tensor, key_padding_mask: Tensor) -> Tensor:
-        """Mean (B, dim) of features (B, N, dim) over the tokens that are no padding; zero where none is."""
+        """Mean (B, dim) of features (B, N, dim) over the tokens that are not padding; zero where all are."""
         # Half precision has too few digits for a sum of thousands of tokens.
         wide = torch.promote_types(x.dtype, torch.float32)
         total = x.masked_fill(key_padding_mask.unsqueeze(-1), 0).sum(dim=1, dtype=wide)
@@ -160,12 +150,12 @@ class TextEncoder(HubMixin, SharesTokens, nn.Module):
         return (total / count.clamp_min(1)).to(x.dtype)
 
     def reset_classifier(self, classes: int) -> None:
-        """A new head for so many classes; 0 for none."""
+        """Replace the head; 0 classes for none."""
         self.head = _head(self.dim, self.hidden, classes).to(self.positions)
         self.classes = classes
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Whether the backward pass computes layers anew, to keep only their inputs in memory."""
+        """Recompute layers in the backward pass, to keep only their inputs in memory."""
         self.grad_checkpointing = enable
 
     def extra_repr(self) -> str:
@@ -174,7 +164,7 @@ class TextEncoder(HubMixin, SharesTokens, nn.Module):
         return f"length={self.length}, classes={self.classes}{pool}"
 
     def _padding(self, name: str, tokens: Tensor, mask_name: str, mask: Tensor | None) -> Tensor:
-        """The mask, or the one that `PAD` makes, once both arguments are found to be in order."""
+        """Check both arguments; return the mask, or the one that `PAD` makes."""
         _check_tokens(name, tokens, self.vocabulary, self.length)
         if mask is None:
             return tokens == PAD
@@ -185,7 +175,7 @@ class TextEncoder(HubMixin, SharesTokens, nn.Module):
         return self.pool(self._features(tokens, mask), mask[:, self._stretch(tokens)])
 
     def _stretch(self, tokens: Tensor) -> slice:
-        """The part of the tokens that this rank computes: all, unless they are split."""
+        """The tokens that this rank computes: all, unless they are split."""
         n = tokens.shape[1]
         return slice(0, n) if self.token_group is None else stretch(n, self.token_group)
 
@@ -212,38 +202,16 @@ class TwoTowerEncoder(HubMixin, nn.Module):
     `ecoformer.fit_hashers(model, [{"first": ..., "second": ...}])` learns from the first texts, because the
     shared layers meet them first; `fit_hashers(model.encoder, [first, second])` learns from both.
 
-    Arguments are those of `TextEncoder`, without `pool`.
+    Args:
+        classes: logits.
+        kwargs: those of `TextEncoder`, without `pool`.
     """
 
-    def __init__(
-        self,
-        *,
-        attention: str = "eco",
-        attention_config: dict[str, Any] | None = None,
-        vocabulary: int = 512,
-        length: int = 4096,
-        dim: int = 64,
-        depth: int = 2,
-        num_heads: int = 2,
-        hidden: int = 128,
-        classes: int = 2,
-        dropout: float = 0.1,
-        attn_drop: float = 0.1,
-    ) -> None:
+    def __init__(self, *, classes: int = 2, **kwargs: Any) -> None:
         super().__init__()
-        self.encoder = TextEncoder(
-            attention=attention,
-            attention_config=attention_config,
-            vocabulary=vocabulary,
-            length=length,
-            dim=dim,
-            depth=depth,
-            num_heads=num_heads,
-            hidden=hidden,
-            classes=0,
-            dropout=dropout,
-            attn_drop=attn_drop,
-        )
+        if "pool" in kwargs:
+            raise TypeError("TwoTowerEncoder compares means of texts: it takes no pool=")
+        self.encoder = TextEncoder(classes=0, **kwargs)
         self.reset_classifier(classes)
 
     def forward(
@@ -267,28 +235,28 @@ class TwoTowerEncoder(HubMixin, nn.Module):
         return logits
 
     def reset_classifier(self, classes: int) -> None:
-        """A new head for so many classes; 0 for none."""
+        """Replace the head; 0 classes for none."""
         encoder = self.encoder
         self.head = _head(4 * encoder.dim, encoder.hidden, classes).to(encoder.positions)
         self.classes = classes
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Whether the backward pass computes layers anew, to keep only their inputs in memory."""
+        """Recompute layers in the backward pass, to keep only their inputs in memory."""
         self.encoder.set_grad_checkpointing(enable)
 
 
 def lra_text(**kwargs: Any) -> TextEncoder:
     """The Long Range Arena's byte-level text classifier; `kwargs` are those of `TextEncoder`."""
-    return TextEncoder(**_LRA | kwargs)
+    return TextEncoder(**kwargs)
 
 
 def lra_retrieval(**kwargs: Any) -> TwoTowerEncoder:
     """The Long Range Arena's byte-level document matcher; `kwargs` are those of `TwoTowerEncoder`."""
-    return TwoTowerEncoder(**_LRA | kwargs)
+    return TwoTowerEncoder(**kwargs)
 
 
 def _settings(attention: str, length: int, dropout: float, attn_drop: float) -> dict[str, Any]:
-    """What the encoder gives a mechanism unless it is told otherwise."""
+    """What the encoder sets unless `attention_config` does."""
     cls = attention_class(attention)
     if not cls.supports_padding:
         raise ValueError(f"{attention} takes no key_padding_mask, but texts of a batch differ in length")
@@ -337,7 +305,7 @@ def _check_tokens(name: str, tokens: Tensor, vocabulary: int, length: int) -> No
         raise TypeError(f"{name} must be token ids of int64, got {tokens.dtype} {shape(tokens)}")
     if tokens.shape[1] > length:
         raise ValueError(
-            f"{name} {shape(tokens)} has more tokens than length={length}: cut it, or build the model longer"
+            f"{name} {shape(tokens)} has more tokens than length={length}: truncate it, or raise length"
         )
     if not _readable(tokens):
         return
@@ -345,12 +313,12 @@ def _check_tokens(name: str, tokens: Tensor, vocabulary: int, length: int) -> No
     if low < 0 or high >= vocabulary:
         raise ValueError(
             f"{name} {shape(tokens)} holds ids from {low} to {high}: they must be within 0 to "
-            f"{vocabulary - 1}, or the model built with a greater vocabulary"
+            f"{vocabulary - 1}, or build the model with a larger vocabulary"
         )
 
 
 def _readable(tokens: Tensor) -> bool:
-    """Whether the ids can be looked at: there are some, and no graph is being made of the call."""
+    """Whether the values of the ids can be read here: not while a graph is captured or traced."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     if type(tokens) is not Tensor or tokens.is_meta or not tokens.numel():

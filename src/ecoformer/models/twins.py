@@ -17,7 +17,7 @@ from ecoformer.models.vision import WithMechanism, carry_pretrained, default_cfg
 
 
 class Block(original.Block):
-    """timm's block, which can forget its activations and compute them again in the backward pass."""
+    """timm's block with gradient checkpointing."""
 
     grad_checkpointing = False
 
@@ -31,17 +31,17 @@ class Block(original.Block):
 
 
 class EcoTwins(WithMechanism, original.Twins):
-    """timm's `Twins` with another mechanism in the place of windows and spatial reduction.
+    """timm's `Twins` with another mechanism instead of windows and spatial reduction.
 
     Arguments are those of `WithMechanism` and of timm's class.
     """
 
     def given_to_timm(self, img_size: int | tuple[int, int]) -> dict[str, Any]:
-        """Twins asks for the size of its images, and takes our blocks."""
+        """Twins needs the size of its images, and takes our blocks."""
         return {"img_size": img_size, "block_cls": Block}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Trade time for memory in training: blocks are computed again in the backward pass."""
+        """Recompute blocks in the backward pass, to keep only their inputs in memory."""
         for module in self.modules():
             if isinstance(module, Block):
                 module.grad_checkpointing = enable

@@ -1,4 +1,4 @@
-"""What the pyramids share: their mechanism, their start from timm's weights, their registration with timm."""
+"""What PVTv2 and Twins share: the constructor, timm's pretrained weights, and registration with timm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ecoformer.conversion.layers import Selection
 
 
 class WithMechanism(HubMixin):
-    """The constructor of a timm model that is converted as it is built; timm's class stands beside it.
+    """Mixin for a timm class: the model is converted as it is built.
 
     Args:
         attention: one of `ecoformer.list_attentions()`; "softmax" is the paper's MSA baseline.
@@ -43,7 +43,7 @@ class WithMechanism(HubMixin):
         height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
         example = torch.zeros(1, kwargs.get("in_chans", 3), height, width)
         convert(model, attention, layers=attention_layers, example=example, **(attention_config or {}))
-        # The constructor's arguments say what was done, so that no record is needed.
+        # The constructor's arguments describe the conversion, so no record is needed.
         delattr(model, RECORD)
 
     def given_to_timm(self, img_size: int | tuple[int, int]) -> dict[str, Any]:
@@ -52,9 +52,9 @@ class WithMechanism(HubMixin):
 
 
 def carry_pretrained(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Weights of timm's original in the names of ours; what only the mechanism has is as in `model`.
+    """The state dict of timm's original model with our names; what only the mechanism has is as in `model`.
 
-    timm calls this when `pretrained=True`. Hash functions are still to be fitted.
+    timm calls this for `pretrained=True`. Hash functions remain to be fitted.
     """
     state = dict(state_dict)
     for name, layer in model.named_modules():
@@ -79,7 +79,7 @@ def _projections(num_heads: int, held: dict[str, Tensor]) -> Projections:
 
 
 def default_cfgs_of(original: ModuleType, variants: dict[str, Any]) -> Any:
-    """timm's settings of its own variants, weights included, for ours."""
+    """timm's settings of the original variants, with their weights, for ours."""
     settings = {variant: original.default_cfgs[variant].default.to_dict() for variant in variants}
     return generate_default_cfgs(
         {f"ecoformer_{v}.in1k": cfg | {"hf_hub_id": f"timm/{v}.in1k"} for v, cfg in settings.items()}
