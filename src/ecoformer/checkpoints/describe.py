@@ -186,7 +186,7 @@ def _timm(name: str, arguments: dict[str, Any], images: dict[str, Any]) -> nn.Mo
 def _transformers(name: str, config: dict[str, Any], attention: str | None) -> nn.Module:
     import_library("transformers.modeling_utils")
     library = import_library("transformers")
-    cls = getattr(library, name, None)
+    cls: Any = getattr(library, name, None)
     if getattr(cls, "__module__", None) not in known_modules() or not hasattr(cls, "_from_config"):
         raise CheckpointError(f"transformers {library.__version__} has no model class {name!r}")
     model: nn.Module = cls._from_config(cls.config_class.from_dict(config), attn_implementation=attention)

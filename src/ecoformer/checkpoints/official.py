@@ -115,13 +115,17 @@ def _our_name(key: str, family: Family) -> str:
     """Our name of a tensor; names that the released code does not have stay unknown."""
     if family == "pvt_v2":
         key = re.sub(r"^patch_embed1\.", "patch_embed.", key)
-        for theirs, ours in {"patch_embed": "downsample", "block": "blocks", "norm": "norm"}.items():
-            key = re.sub(rf"^{theirs}([1-4])\.", lambda m, ours=ours: f"stages.{int(m[1]) - 1}.{ours}.", key)
+        key = re.sub(r"^(patch_embed|block|norm)([1-4])\.", _in_stage, key)
         key = key.replace(".mlp.dwconv.dwconv.", ".mlp.dwconv.")
         if key.startswith("stages.3."):
             return key  # conversion leaves the last stage as timm has it
     key = key.replace(".attn.to_", ".attn.").replace(".attn.fast_attention.ksh.", ".attn.hasher.")
     return key.replace(".attn.", ".attn.attention.")
+
+
+def _in_stage(match: re.Match[str]) -> str:
+    part = {"patch_embed": "downsample", "block": "blocks", "norm": "norm"}[match[1]]
+    return f"stages.{int(match[2]) - 1}.{part}."
 
 
 def _translated(name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -253,11 +257,11 @@ def _list(names: list[str]) -> str:
 
 def _describe(family: Family, arguments: dict[str, Any]) -> dict[str, Any]:
     """How `rebuild` makes the model."""
-    conversions = []
+    conversions: list[dict[str, Any]] = []
     if family == "twins":
         # timm's last stage has windows of 7 x 7; the released one sees the complete image at every size.
-        layers = {f"blocks.3.{i}.attn": {} for i in range(arguments["depths"][-1])}
-        conversions = [{"mechanism": "softmax", "layers": layers}]
+        layers = [f"blocks.3.{i}.attn" for i in range(arguments["depths"][-1])]
+        conversions = [{"mechanism": "softmax", "layers": {layer: {} for layer in layers}}]
     model = {"library": "timm", "name": _nearest(family, arguments), "arguments": arguments}
     return {"model": model, "conversions": conversions}
 
