@@ -37,29 +37,24 @@ class EnergyTable:
         return float(sum(self.pj.get(kind, 0.0) * number for kind, number in counts.to_dict().items()))
 
 
-_HOROWITZ = "Horowitz, Computing's energy problem, ISSCC 2014, 45 nm"
+_FP32 = {"mul": 3.7, "add": 0.9, "shift": 0.13}
+_SOURCE = "Horowitz, Computing's energy problem, ISSCC 2014, 45 nm: "
+_AS_FP32 = f"{_SOURCE}as fp32-45nm, and "
 _TABLES = {
-    "fp32-45nm": EnergyTable(
-        "fp32-45nm",
-        {"mul": 3.7, "add": 0.9, "shift": 0.13},
-        f"{_HOROWITZ}: fp32 multiplication 3.7, addition 0.9, 32-bit shift 0.13; the table of the paper",
-    ),
-    "fp32-45nm-sram": EnergyTable(
-        "fp32-45nm-sram",
-        {"mul": 3.7, "add": 0.9, "shift": 0.13, "bytes": 1.25},
-        f"{_HOROWITZ}: as fp32-45nm, and 10 pJ for 64 bits of an 8 KB SRAM, read or written",
-    ),
-    "fp32-45nm-dram": EnergyTable(
-        "fp32-45nm-dram",
-        {"mul": 3.7, "add": 0.9, "shift": 0.13, "bytes": 162.5},
-        f"{_HOROWITZ}: as fp32-45nm, and 1300 pJ, the lower end of 1300 to 2600, for 64 bits of DRAM",
-    ),
-    "fp16-45nm": EnergyTable(
-        "fp16-45nm", {"mul": 1.1, "add": 0.4, "shift": 0.13}, f"{_HOROWITZ}: fp16 1.1 and 0.4"
-    ),
-    "int8-45nm": EnergyTable(
-        "int8-45nm", {"mul": 0.2, "add": 0.03, "shift": 0.13}, f"{_HOROWITZ}: int8 0.2 and 0.03"
-    ),
+    table.name: table
+    for table in (
+        EnergyTable("fp32-45nm", _FP32, f"{_SOURCE}fp32, and a 32-bit shift; the table of the paper"),
+        EnergyTable(
+            "fp32-45nm-sram", _FP32 | {"bytes": 1.25}, f"{_AS_FP32}10 pJ for 64 bits of an 8 KB SRAM"
+        ),
+        EnergyTable(
+            "fp32-45nm-dram",
+            _FP32 | {"bytes": 162.5},
+            f"{_AS_FP32}1300 pJ, the lower end of 1300 to 2600, for 64 bits of DRAM",
+        ),
+        EnergyTable("fp16-45nm", {"mul": 1.1, "add": 0.4, "shift": 0.13}, f"{_SOURCE}fp16"),
+        EnergyTable("int8-45nm", {"mul": 0.2, "add": 0.03, "shift": 0.13}, f"{_SOURCE}int8"),
+    )
 }
 
 

@@ -7,25 +7,21 @@
 from __future__ import annotations
 
 from .array import BitFusion, EnergyTable
-from .model import LayerWork, ModelResult, ModelWork, attention_layer, model_work, simulate_model
+from .model import ModelResult, ModelWork, attention_layer, model_work, simulate_model
 from .ops import Convolution, FullyConnected, Op, Work
 from .paper_table import printed_table, printed_work
-from .simulation import PAPER_ARRAY, DramBits, EnergyParts, Result, Tiling, Total, simulate, simulate_all
+from .simulation import PAPER_ARRAY, Result, Total, simulate, simulate_all
 
 __all__ = [
     "PAPER_ARRAY",
     "BitFusion",
     "Convolution",
-    "DramBits",
-    "EnergyParts",
     "EnergyTable",
     "FullyConnected",
-    "LayerWork",
     "ModelResult",
     "ModelWork",
     "Op",
     "Result",
-    "Tiling",
     "Total",
     "Work",
     "attention_layer",

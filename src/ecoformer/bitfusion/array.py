@@ -7,8 +7,6 @@ import operator
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-__all__ = ["BitFusion", "EnergyTable"]
-
 
 def whole(name: str, value: Any, least: int = 1, remedy: str = "") -> int:
     """`value` as an int of at least `least`."""

@@ -18,16 +18,6 @@ from .array import BitFusion, pair, whole
 from .ops import Convolution, FullyConnected, Op, Work
 from .simulation import PAPER_ARRAY, Total, simulate_all
 
-__all__ = [
-    "NOT_SIMULATED",
-    "LayerWork",
-    "ModelResult",
-    "ModelWork",
-    "attention_layer",
-    "model_work",
-    "simulate_model",
-]
-
 NOT_SIMULATED = "normalisation, activations, softmax, signs, residual sums, pooling, embeddings"
 """What the array does not compute, so that no figure includes it."""
 

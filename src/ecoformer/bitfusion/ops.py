@@ -7,8 +7,6 @@ from typing import Any
 
 from .array import pair, whole
 
-__all__ = ["Convolution", "FullyConnected", "Op", "Work"]
-
 
 def _check(op: Any, sizes: tuple[str, ...]) -> None:
     for name in sizes:

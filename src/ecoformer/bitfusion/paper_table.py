@@ -19,8 +19,6 @@ from typing import Any
 from .ops import FullyConnected, Work
 from .simulation import PAPER_ARRAY, simulate_all
 
-__all__ = ["PRINTED_METHODS", "printed_table", "printed_work"]
-
 _ROWS = 16
 _TOKENS = 3136
 

@@ -11,8 +11,6 @@ from .array import BitFusion, EnergyTable, whole
 from .ops import Convolution, FullyConnected, Op
 from .tiling import LOOPS, Problem, Schedule, check_buffers, least_cycles, lower, schedules, tiles
 
-__all__ = ["PAPER_ARRAY", "DramBits", "EnergyParts", "Result", "Tiling", "Total", "simulate", "simulate_all"]
-
 PAPER_ARRAY = BitFusion()
 """The configuration of the paper's hardware table."""
 
@@ -177,20 +175,20 @@ def simulate_all(work: Iterable[tuple[Op, int]], array: BitFusion = PAPER_ARRAY)
 def _simulate(op: Op, array: BitFusion) -> Result:
     problems = lower(op, array)
     check_buffers(problems[0], array)
-    results = [_result(op, array, problem) for problem in problems if _fits(problem, array)]
-    return min(results, key=lambda result: (result.cycles, result.energy_nj))
+    results = (_result(op, array, problem) for problem in problems)
+    return min((r for r in results if r is not None), key=lambda result: (result.cycles, result.energy_nj))
 
 
-def _fits(problem: Problem, array: BitFusion) -> bool:
-    return next(tiles(problem, array), None) is not None
-
-
-def _result(op: Op, array: BitFusion, problem: Problem) -> Result:
-    schedule, energy, stationary = _best(problem, array)
+def _result(op: Op, array: BitFusion, problem: Problem) -> Result | None:
+    best = _best(problem, array)
+    if best is None:
+        return None
+    schedule, energy, stationary = best
     times = problem.repeats
     compute, stall = schedule.cycles(array.dram_bits_per_cycle)
     streams = (schedule.weights, schedule.activations, schedule.sums, schedule.sums)
-    tile = schedule.tile
+    tile, order = schedule.tile, tuple(LOOPS[loop] for loop in schedule.order)
+    held = (tile.weights, tile.activations, tile.sums)
     return Result(
         array,
         times * compute,
@@ -198,23 +196,15 @@ def _result(op: Op, array: BitFusion, problem: Problem) -> Result:
         EnergyParts(*(times * part for part in energy)),
         DramBits(*(times * stream.total for stream in streams)),
         op,
-        Tiling(
-            rows=tile.rows,
-            inputs=tile.inputs,
-            outputs=tile.outputs,
-            trips=tile.trips,
-            order=tuple(LOOPS[loop] for loop in schedule.order),
-            stationary=stationary,
-            weight_bits=tile.weights,
-            activation_bits=tile.activations,
-            output_bits=tile.sums,
-            repeats=times,
-        ),
+        Tiling(tile.rows, tile.inputs, tile.outputs, tile.trips, order, stationary, *held, times),
     )
 
 
-def _best(problem: Problem, array: BitFusion) -> tuple[Schedule, EnergyParts, str]:
-    """The fastest schedule, of those the cheapest, of those the first, which has the largest tile."""
+def _best(problem: Problem, array: BitFusion) -> tuple[Schedule, EnergyParts, str] | None:
+    """The fastest schedule, of those the cheapest, of those the first, which has the largest tile.
+
+    None if no tile fits the buffers.
+    """
     width = array.dram_bits_per_cycle
     found: tuple[Schedule, EnergyParts, str] | None = None
     fewest, least = 0, 0.0
@@ -228,8 +218,6 @@ def _best(problem: Problem, array: BitFusion) -> tuple[Schedule, EnergyParts, st
             energy, stationary = _energy(schedule, problem, array)
             if found is None or (cycles, energy.total) < (fewest, least):
                 found, fewest, least = (schedule, energy, stationary), cycles, energy.total
-    if found is None:  # `check_buffers` has refused such buffers
-        raise ValueError("no tile of this operation fits the buffers: enlarge them")
     return found
 
 

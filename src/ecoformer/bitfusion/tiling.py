@@ -122,16 +122,9 @@ def tiles(problem: Problem, array: BitFusion) -> Iterator[Tile]:
                 activations = part.pixels * channels * problem.activation_bits
                 sums = columns * array.outputs * part.rows * array.output_bits
                 if activations <= capacity["activations"] and sums <= capacity["sums"]:
-                    yield Tile(
-                        part.rows,
-                        channels * problem.taps,
-                        outputs,
-                        (part.trips, *trips),
-                        part.rows * columns * steps,
-                        weights,
-                        activations,
-                        sums,
-                    )
+                    size = (part.rows, channels * problem.taps, outputs)
+                    cycles = part.rows * columns * steps
+                    yield Tile(*size, (part.trips, *trips), cycles, weights, activations, sums)
 
 
 def schedules(tile: Tile, array: BitFusion) -> Iterator[Schedule]:

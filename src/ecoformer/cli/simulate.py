@@ -22,7 +22,7 @@ from ecoformer.bitfusion import (
 )
 from ecoformer.bitfusion import simulate as simulate_op
 from ecoformer.cli.settings import counted_model, mechanisms_in, names_in, swept
-from ecoformer.cli.simulated import Run, draw, show, show_model, show_table, target
+from ecoformer.cli.simulated import Run, draw, show, show_table, target
 from ecoformer.report.style import readable
 
 simulate = typer.Typer(
@@ -66,8 +66,7 @@ def fc(
         Run(about, simulate_op(FullyConnected(**sizes, **widths), chosen))
         for about, sizes in swept(sweep, {"rows": rows, "inputs": inputs, "outputs": outputs})
     ]
-    draw(runs, figure)
-    show(runs, as_json, many=sweep is not None)
+    show(runs, as_json, figure, many=sweep is not None)
 
 
 @simulate.command()
@@ -100,8 +99,7 @@ def conv(
             sizes["batch"], in_channels, out_channels, height=side, width=side, **same, **_bits(bits)
         )
         runs.append(Run(about, simulate_op(op, chosen)))
-    draw(runs, figure)
-    show(runs, as_json, many=sweep is not None)
+    show(runs, as_json, figure, many=sweep is not None)
 
 
 @simulate.command()
@@ -125,8 +123,7 @@ def layer(
         for about, sizes in swept(sweep, {"batch": batch, "tokens": tokens}):
             work = attention_layer(name, code_bits=code_bits, **sizes)
             runs.append(Run({"attention": name} | about, simulate_all(work, chosen)))
-    draw(runs, figure)
-    show(runs, as_json, many=sweep is not None or compare is not None)
+    show(runs, as_json, figure, many=sweep is not None or compare is not None)
 
 
 @simulate.command()
@@ -164,11 +161,7 @@ def model(
             built, example = counted_model(name, mechanism, **sizes)
             result = simulate_model(built, example, bits=both, code_bits=code_bits, array=chosen)
             runs.append(Run({"attention": mechanism or NATIVE} | about, result.total, result.to_dict()))
-    draw(runs, figure)
-    if len(runs) == 1 and compare is None and sweep is None and not as_json:
-        show_model(runs[0])
-    else:
-        show(runs, as_json, many=sweep is not None or compare is not None)
+    show(runs, as_json, figure, many=sweep is not None or compare is not None)
 
 
 @simulate.command()

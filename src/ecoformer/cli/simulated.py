@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.table import Table
 
-from ecoformer.accounting.layers import PARTS
 from ecoformer.bitfusion import Total
 from ecoformer.cli.console import plain_console
 from ecoformer.report.rows import printed_rows
@@ -20,15 +19,16 @@ from ecoformer.report.style import check_target, readable, save
 
 @dataclass(frozen=True)
 class Run:
-    """One simulation: what distinguishes it from the others, its total, and its figures for JSON."""
+    """One simulation: what distinguishes it from the others, its total, and what else is known."""
 
     about: dict[str, Any]
     total: Total
-    facts: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, Any] | None = None
 
-    def __post_init__(self) -> None:
-        if not self.facts:
-            object.__setattr__(self, "facts", self.total.to_dict())
+    @property
+    def facts(self) -> dict[str, Any]:
+        """All figures, for JSON."""
+        return self.more or self.total.to_dict()
 
     @property
     def label(self) -> str:
@@ -60,8 +60,9 @@ def draw(runs: Sequence[Run], figure: Path | None, divide_by: int = 1) -> None:
     typer.echo(f"wrote {figure}", err=True)
 
 
-def show(runs: Sequence[Run], as_json: bool, *, many: bool) -> None:
+def show(runs: Sequence[Run], as_json: bool, figure: Path | None, *, many: bool) -> None:
     """Print one result in full or several as a table; in JSON, mechanisms by name and sweeps as a list."""
+    draw(runs, figure)
     if as_json:
         facts: Any = [run.about | run.facts for run in runs]
         if not many:
@@ -72,15 +73,20 @@ def show(runs: Sequence[Run], as_json: bool, *, many: bool) -> None:
     elif many:
         _side_by_side(runs)
     else:
-        _one(runs[0].facts)
+        _one(runs[0])
 
 
-def _one(facts: dict[str, Any]) -> None:
-    stalls = facts["stall_cycles"]
-    typer.echo(f"{facts['cycles']:,} cycles ({stalls:,} of them stalls), {facts['latency_s'] * 1e3:.4g} ms")
-    typer.echo(f"{facts['energy_nj']:,.2f} nJ")
-    for part, energy in facts["energy_parts_nj"].items():
+def _one(run: Run) -> None:
+    total = run.total
+    stalls = f"{total.stall_cycles:,} of them stalls"
+    typer.echo(f"{total.cycles:,} cycles ({stalls}), {total.latency_s * 1e3:.4g} ms")
+    typer.echo(f"{total.energy_nj:,.2f} nJ")
+    for part, energy in total.energy._asdict().items():
         typer.echo(f"  {part:<18} {energy:>16,.2f}")
+    for part, facts in run.facts.get("parts", {}).items():
+        time, energy = facts["cycles"] / total.cycles, facts["energy_nj"] / total.energy_nj
+        typer.echo(f"{part:<10} {time:>4.0%} of the time, {energy:>4.0%} of the energy")
+    _left_out([run])
 
 
 def _side_by_side(runs: Sequence[Run]) -> None:
@@ -110,17 +116,6 @@ def _left_out(runs: Sequence[Run]) -> None:
     for label, layers in {run.label: run.facts["uncounted"] for run in runs}.items():
         if layers:
             typer.echo(f"not counted ({label}): {', '.join(layers)}")
-
-
-def show_model(run: Run) -> None:
-    """Print one model: its total, its parts, and what is left out."""
-    _one(run.facts)
-    total = run.total
-    for part in PARTS:
-        cycles, energy = run.facts["parts"][part]["cycles"], run.facts["parts"][part]["energy_nj"]
-        shares = f"{cycles / total.cycles:>4.0%} of the time, {energy / total.energy_nj:>4.0%} of the energy"
-        typer.echo(f"{part:<10} {shares}")
-    _left_out([run])
 
 
 def show_table(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
