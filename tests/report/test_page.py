@@ -4,8 +4,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from ecoformer.report.page import render, table_rows, write_page
-from ecoformer.report.runs import read_run
+from ecoformer.report.page import read_run, table_rows, write_page
 
 
 def make_run(folder, mechanism="eco", accuracy=0.9, energy=2e6):
@@ -56,8 +55,8 @@ def test_a_run_is_read_back(tmp_path):
     run = read_run(make_run(tmp_path / "first"))
     assert (run.name, run.mechanism, run.accuracy) == ("first", "eco", 0.9)
     assert run.cost()["energy_pj"] == 2e6
-    assert run.course("train", "loss") == [(5, 1.0)]
-    assert run.course("test", "accuracy") == [(10, 0.9)]
+    assert run.curve("train", "loss") == [(5, 1.0)]
+    assert run.curve("test", "accuracy") == [(10, 0.9)]
 
 
 def test_folders_without_a_run_are_named(tmp_path):
@@ -81,7 +80,9 @@ def test_the_table_has_units_that_suit_the_numbers(tmp_path):
 def test_a_page_is_well_formed_and_stands_alone(tmp_path):
     runs = [read_run(make_run(tmp_path / name, name, a)) for name, a in (("softmax", 0.91), ("eco", 0.9))]
     rows = table_rows(runs, {"eco": {"latency": "1 < 2"}})
-    text = render("A <title>", "Lead & more", runs, rows, notes=["note"])
+    page = tmp_path / "new" / "page.html"
+    write_page(page, "A <title>", "Lead & more", runs, rows, note="note")
+    text = page.read_text()
     parser = Balanced()
     parser.feed(text)
     assert parser.open == []
@@ -94,12 +95,12 @@ def test_a_page_is_well_formed_and_stands_alone(tmp_path):
 
 
 def test_pages_are_html_files(tmp_path):
-    assert write_page(tmp_path / "new" / "page.html", "x").read_text() == "x"
-    with pytest.raises(ValueError, match=r"a page is an \.html file, got page\.pdf"):
-        write_page(tmp_path / "page.pdf", "x")
+    with pytest.raises(ValueError, match=r"page\.pdf"):
+        write_page(tmp_path / "page.pdf", "title", "lead", [], [])
 
 
 @pytest.mark.parametrize("name", ["$x$", "$\\frac$", "a $ b", "50% <of> $5$ & _x^"])
 def test_names_are_not_taken_for_formulas(name, tmp_path):
     run = read_run(make_run(tmp_path / name))
-    assert html.escape(name) in render("Runs", "lead", [run], table_rows([run]))
+    write_page(tmp_path / "page.html", "Runs", "lead", [run], table_rows([run]))
+    assert html.escape(name) in (tmp_path / "page.html").read_text()

@@ -6,21 +6,21 @@ from test_page import make_run
 from typer.testing import CliRunner
 
 from ecoformer.cli import app
-from ecoformer.report import story
+from ecoformer.report import demo
 
 
 @pytest.fixture
-def told(monkeypatch, tmp_path):
-    def tell(out, *, margin, changes, say, show):
-        say("1. training")
-        return story.Story(
+def demo_run(monkeypatch, tmp_path):
+    def run_demo(out, *, margin, changes, progress, show):
+        progress("1. training")
+        return demo.Demo(
             [{"model": "eco", "accuracy": "90%"}], Path(out) / "index.html", 0.02, 0.4, margin, 0.8
         )
 
-    monkeypatch.setattr(story, "tell", tell)
+    monkeypatch.setattr(demo, "run_demo", run_demo)
 
 
-def test_the_exit_status_says_whether_accuracy_was_kept(told, tmp_path):
+def test_the_exit_status_says_whether_accuracy_was_kept(demo_run, tmp_path):
     lost = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), "--margin", "0.01"])
     assert lost.exit_code == 1
     assert "1. training" in lost.output
@@ -29,7 +29,7 @@ def test_the_exit_status_says_whether_accuracy_was_kept(told, tmp_path):
     assert kept.exit_code == 0
 
 
-def test_demo_gives_json_alone(told, tmp_path):
+def test_demo_gives_json_alone(demo_run, tmp_path):
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), "--json"])
     facts = json.loads(result.output)
     assert facts["kept"] is False

@@ -1,4 +1,4 @@
-"""The command line: `ecoformer`, or `python -m ecoformer`. One file a command, no logic of its own."""
+"""The command line: `ecoformer`, or `python -m ecoformer`. One file for each command."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def version(show: bool = typer.Option(False, "--version", help="Show the version
 
 
 def main() -> None:
-    """Run a command; what went wrong is one line. ECOFORMER_DEBUG=1 shows where."""
+    """Run a command. Errors are one line; ECOFORMER_DEBUG=1 shows the traceback."""
     try:
         repair_torchvision()
         app()

@@ -1,4 +1,4 @@
-"""Where tables go."""
+"""The console for tables."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from rich.console import Console
 
 
 def plain_console() -> Console:
-    """Names may hold brackets, which are no markup; in a pipe there is no edge to break lines at."""
+    """A console that prints brackets in names as they are, and long lines in a pipe."""
     console = Console(markup=False, highlight=False)
     return console if console.is_terminal else Console(markup=False, highlight=False, width=200)

@@ -1,4 +1,4 @@
-"""`ecoformer report`: a page on runs; `ecoformer demo`: the whole story on embedded data."""
+"""`ecoformer report` and `ecoformer demo`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ def report(
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="Its title.")] = "Runs",
 ) -> None:
-    """Write one HTML page that compares runs: a table, pictures, and their recipes.
+    """Write one HTML page that compares runs: a table, figures, and their recipes.
 
     Example: `ecoformer report runs/softmax runs/eco --out report.html`
     """
-    from ecoformer.report.page import render, table_rows, write_page
-    from ecoformer.report.runs import read_run
+    from ecoformer.report.page import read_run, table_rows, write_page
 
     found = [read_run(path) for path in runs]
     best = max(found, key=lambda run: run.accuracy)
     lead = f"{len(found)} runs; {best.name} has the highest accuracy, {best.accuracy:.2%}."
-    write_page(out, render(title, lead, found, table_rows(found)))
+    write_page(out, title, lead, found, table_rows(found))
     typer.echo(str(out))
 
 
@@ -38,26 +37,25 @@ def demo(
     change: Annotated[list[str] | None, typer.Option("--set", help="Change a value of the recipe.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Train a small softmax model on digits, make it an EcoFormer, and compare the two.
+    """Train a small softmax model on digits, convert it to hashed attention, and compare the two.
 
-    The exit status is 1 if hashed attention lost more accuracy than the margin.
+    The exit status is 1 if hashed attention loses more accuracy than the margin.
 
     Example: `ecoformer demo --out runs/demo`
     """
-    from ecoformer.report.story import tell
+    from ecoformer.report.demo import run_demo
 
-    def say(line: str) -> None:
+    def progress(line: str) -> None:
         if not as_json:
             typer.echo(line)
 
-    story = tell(out, margin=margin, changes=tuple(change or ()), say=say, show=not as_json)
+    found = run_demo(out, margin=margin, changes=tuple(change or ()), progress=progress, show=not as_json)
     if as_json:
-        typer.echo(json.dumps(asdict(story) | {"page": str(story.page), "kept": story.kept}, indent=2))
+        typer.echo(json.dumps(asdict(found) | {"page": str(found.page), "kept": found.kept}, indent=2))
     else:
-        table = Table(*story.rows[0])
-        for row in story.rows:
+        table = Table(*found.rows[0])
+        for row in found.rows:
             table.add_row(*row.values())
         plain_console().print(table)
-        typer.echo(str(story))
-        typer.echo(f"page: {story.page}")
-    raise typer.Exit(0 if story.kept else 1)
+        typer.echo(f"{found}\npage: {found.page}")
+    raise typer.Exit(0 if found.kept else 1)

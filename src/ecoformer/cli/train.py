@@ -10,23 +10,24 @@ import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Change = Annotated[
-    list[str] | None, typer.Option("--set", help="Change a value: `optimiser.lr=1e-3`; may be repeated.")
+    list[str] | None,
+    typer.Option("--set", help="Change a value, such as `optimiser.lr=1e-3`; can be repeated."),
 ]
-Device = Annotated[str | None, typer.Option(help="`cpu` or `cuda`; the GPU by default, if there is one.")]
+Device = Annotated[str | None, typer.Option(help="`cpu` or `cuda`; default: a GPU if there is one.")]
 
 
 def train(
     recipe: Annotated[
-        str | None, typer.Argument(help="A recipe's name or YAML file; none lists them.")
+        str | None, typer.Argument(help="Name or YAML file of a recipe; default: list them.")
     ] = None,
     change: Change = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run; runs/RECIPE by default.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in that folder.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/RECIPE.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in that folder.")] = False,
     device: Device = None,
     show_recipe: Annotated[bool, typer.Option("--show", help="Print the recipe and stop.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a model by a recipe.
+    """Train a model with a recipe.
 
     Example: `ecoformer train digits --set attention.name=softmax --out runs/softmax`
 
@@ -49,7 +50,7 @@ def train(
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run's folder, or a checkpoint with --recipe.")],
-    recipe: Annotated[str | None, typer.Option(help="Recipe whose test data are meant.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Recipe whose test data to use.")] = None,
     change: Change = None,
     device: Device = None,
     as_json: AsJson = False,
@@ -73,7 +74,7 @@ def _show(result: dict[str, Any], folder: Path, as_json: bool) -> None:
     paper = result["cost"]["paper"]
     typer.echo(f"accuracy {result['accuracy']:.2%} (best {result['best_accuracy']:.2%})")
     typer.echo(
-        f"a sample: {paper['mul'] / 1e6:,.1f} M multiplications, {paper['add'] / 1e6:,.1f} M additions, "
+        f"per sample: {paper['mul'] / 1e6:,.1f} M multiplications, {paper['add'] / 1e6:,.1f} M additions, "
         f"{paper['energy_pj'] / 1e6:,.1f} µJ by the paper's accounting"
     )
     typer.echo(f"model: {folder / 'model.safetensors'}")

@@ -1,16 +1,22 @@
-"""One HTML page on runs: a table, pictures, and how they were made; nothing is loaded from elsewhere."""
+"""An HTML page about runs of `ecoformer train`: a table, figures and recipes, all in one file."""
 
 from __future__ import annotations
 
 import html
 import io
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ecoformer.report.curves import curves_figure
 from ecoformer.report.figures import accuracy_figure
-from ecoformer.report.runs import Run
+from ecoformer.report.style import colour_of, drawing, new_figure
+from ecoformer.training import Recipe, as_yaml
+from ecoformer.training.folder import RunFolder
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #222; --faint: #ddd; --page: #fff; --quiet: #666; }
@@ -30,18 +36,62 @@ pre { overflow-x: auto; background: #8882; padding: 0.8rem; border-radius: 6px; 
 """
 
 
+@dataclass(frozen=True)
+class Run:
+    """A finished run: its name, `result.json`, and the lines of `metrics.jsonl`."""
+
+    name: str
+    result: dict[str, Any]
+    metrics: list[dict[str, Any]]
+
+    @property
+    def mechanism(self) -> str:
+        """The attention mechanism."""
+        return str(self.result["recipe"]["attention"]["name"])
+
+    @property
+    def accuracy(self) -> float:
+        """On the test data, 0 to 1."""
+        return float(self.result["accuracy"])
+
+    def cost(self, accounting: str = "paper") -> dict[str, float]:
+        """Multiplications, additions and energy of a sample."""
+        return dict(self.result["cost"][accounting])
+
+    def curve(self, split: str, figure: str) -> list[tuple[int, float]]:
+        """(step, figure) over the run."""
+        return [(m["step"], m[figure]) for m in self.metrics if m.get("split") == split and figure in m]
+
+
+def read_run(path: str | Path) -> Run:
+    """Read the finished run in a folder."""
+    folder = RunFolder(path)
+    try:
+        result = json.loads(folder.result_file.read_text(encoding="utf-8"))
+        lines = folder.metrics_file.read_text(encoding="utf-8").splitlines()
+        run = Run(folder.path.name, result, [json.loads(line) for line in lines])
+        run.mechanism, run.accuracy, run.cost()["energy_pj"]
+    except FileNotFoundError as error:
+        missing = Path(error.filename).name
+        raise FileNotFoundError(f"{path} holds no finished run: there is no {missing}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__} {error}"
+        raise ValueError(f"{path} holds no run of ecoformer train: {reason}") from error
+    return run
+
+
 def table_rows(
     runs: Sequence[Run], extra: Mapping[str, Mapping[str, str]] | None = None
 ) -> list[dict[str, str]]:
-    """The table of a page: one row a run, energy and operations of one sample beside its accuracy."""
+    """One row for each run: accuracy, and operations and energy of one sample."""
     rows = []
     for run in runs:
         paper, exact = run.cost("paper"), run.cost("exact")
         row = {
             "model": run.name,
             "accuracy": f"{run.accuracy:.2%}",
-            "multiplications": _millions(paper["mul"]),
-            "additions": _millions(paper["add"]),
+            "multiplications": f"{paper['mul'] / 1e6:,.1f} M",
+            "additions": f"{paper['add'] / 1e6:,.1f} M",
             "energy (paper)": _joules(paper["energy_pj"]),
             "energy (exact)": _joules(exact["energy_pj"]),
         }
@@ -49,82 +99,86 @@ def table_rows(
     return rows
 
 
-def render(
+def _joules(picojoules: float) -> str:
+    return f"{picojoules / 1e6:,.1f} µJ" if picojoules < 1e9 else f"{picojoules / 1e9:,.2f} mJ"
+
+
+def write_page(
+    path: str | Path,
     title: str,
     lead: str,
     runs: Sequence[Run],
     rows: Sequence[Mapping[str, str]],
     *,
-    notes: Sequence[str] = (),
-) -> str:
-    """The page as HTML."""
-    points = [
-        {"label": r.name, "energy_pj": r.cost()["energy_pj"], "accuracy": 100 * r.accuracy} for r in runs
-    ]
-    pictures = [
-        (
-            accuracy_figure(points),
-            "Test accuracy against the energy of one sample, by the paper's accounting.",
-        ),
-        (curves_figure(runs), "Training loss and test accuracy over the steps of each run."),
-    ]
-    body = [f"<h1>{html.escape(title)}</h1>", f'<p class="lead">{html.escape(lead)}</p>', _table(rows)]
-    body += [f'<p class="quiet">{html.escape(note)}</p>' for note in notes]
-    body += ["<h2>Pictures</h2>", *(_picture(drawn, caption) for drawn, caption in pictures)]
-    body += ["<h2>How it was made</h2>", *(_making(run) for run in runs)]
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    head += f"<title>{html.escape(title)}</title><style>{_STYLE}</style>"
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n'
-        + "\n".join(body)
-        + "\n</body></html>\n"
-    )
-
-
-def write_page(path: str | Path, text: str) -> Path:
-    """Write a page; its folder is made if need be."""
+    note: str = "",
+) -> None:
+    """Write the page; its folder is created if need be."""
     target = Path(path)
     if target.suffix != ".html":
         raise ValueError(f"a page is an .html file, got {target.name}")
+    points = [
+        {"label": r.name, "energy_pj": r.cost()["energy_pj"], "accuracy": 100 * r.accuracy} for r in runs
+    ]
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head += f"<title>{html.escape(title)}</title><style>{_STYLE}</style>"
+    parts = [
+        f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>',
+        f"<h1>{html.escape(title)}</h1>",
+        f'<p class="lead">{html.escape(lead)}</p>',
+        _table(rows),
+        f'<p class="quiet">{html.escape(note)}</p>',
+        "<h2>Figures</h2>",
+        _figure(accuracy_figure(points), "Test accuracy against energy per sample, paper accounting."),
+        _figure(_curves(runs), "Training loss and test accuracy over the steps of each run."),
+        "<h2>Recipes</h2>",
+        *map(_recipe, runs),
+        "</body></html>\n",
+    ]
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text, encoding="utf-8")
-    return target
+    target.write_text("\n".join(parts), encoding="utf-8")
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row))
     head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    lines = [
+    body = "\n".join(
         "<tr>" + "".join(f"<td>{html.escape(row.get(name, ''))}</td>" for name in names) + "</tr>"
         for row in rows
-    ]
-    body = "\n".join(lines)
+    )
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
 
 
-def _picture(drawn: Any, caption: str) -> str:
+def _curves(runs: Sequence[Run]) -> Figure:
+    """Training loss and test accuracy, one line for each run."""
+    with drawing():
+        figure = new_figure(7.6, 3.2)
+        panels = figure.subplots(1, 2)
+        wanted = (("train", "loss", "Training loss", 1.0), ("test", "accuracy", "Test accuracy (%)", 100.0))
+        for axes, (split, name, label, factor) in zip(panels, wanted, strict=True):
+            for i, run in enumerate(runs):
+                curve = run.curve(split, name)
+                steps, values = [step for step, _ in curve], [factor * value for _, value in curve]
+                marker = "o" if len(curve) < 12 else ""
+                axes.plot(steps, values, color=colour_of(run.mechanism, i), marker=marker, label=run.name)
+            axes.set_xlabel("Step")
+            axes.set_ylabel(label)
+            axes.grid(axis="y")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
+
+
+def _figure(figure: Figure, caption: str) -> str:
     buffer = io.StringIO()
-    drawn.savefig(buffer, format="svg", metadata={"Date": None})
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
     svg = buffer.getvalue()
     return f"<figure>{svg[svg.index('<svg') :]}<figcaption>{html.escape(caption)}</figcaption></figure>"
 
 
-def _making(run: Run) -> str:
-    from ecoformer.training import Recipe, as_yaml
-
-    recipe = as_yaml(Recipe.model_validate(run.result["recipe"]))
-    versions = ", ".join(f"{name} {version}" for name, version in run.result["versions"].items())
-    result = run.result
+def _recipe(run: Run) -> str:
+    recipe, result = as_yaml(Recipe.model_validate(run.result["recipe"])), run.result
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     facts = f"{result['steps']:,} steps in {result['seconds']:.0f} s on {result['hardware']}; {versions}"
     return (
         f"<details><summary>{html.escape(run.name)}: {html.escape(facts)}</summary>"
         f"<pre>{html.escape(recipe)}</pre></details>"
     )
-
-
-def _millions(count: float) -> str:
-    return f"{count / 1e6:,.1f} M"
-
-
-def _joules(picojoules: float) -> str:
-    return f"{picojoules / 1e6:,.1f} µJ" if picojoules < 1e9 else f"{picojoules / 1e9:,.2f} mJ"

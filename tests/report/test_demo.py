@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from ecoformer.report.story import Story, tell
+from ecoformer.report.demo import Demo, run_demo
 
 TINY = (
     "augment.size=32",
@@ -15,19 +15,19 @@ TINY = (
 )
 
 
-def told(out, **options):
+def run(out, **options):
     lines = []
-    return tell(out, changes=TINY, say=lines.append, show=False, **options), lines
+    return run_demo(out, changes=TINY, progress=lines.append, show=False, **options), lines
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("story")
-    return (*told(folder, margin=1.0), folder)
+def demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    return (*run(folder, margin=1.0), folder)
 
 
-def test_both_models_are_trained_and_compared(story):
-    result, lines, folder = story
+def test_both_models_are_trained_and_compared(demo):
+    result, lines, folder = demo
     assert [row["model"] for row in result.rows] == ["softmax", "eco"]
     results = [json.loads((folder / name / "result.json").read_text()) for name in ("softmax", "eco")]
     assert result.lost == pytest.approx(results[0]["accuracy"] - results[1]["accuracy"])
@@ -40,11 +40,11 @@ def test_both_models_are_trained_and_compared(story):
     assert result.page.read_text().count("<svg") == 2
 
 
-def test_what_is_finished_is_not_done_again(story):
-    result, _, folder = story
+def test_what_is_finished_is_not_done_again(demo):
+    result, _, folder = demo
     files = [folder / name / "model.safetensors" for name in ("softmax", "eco")]
     before = [file.stat().st_mtime_ns for file in files]
-    again, _ = told(folder, margin=1.0)
+    again, _ = run(folder, margin=1.0)
     assert again.lost == result.lost
     assert [file.stat().st_mtime_ns for file in files] == before
 
@@ -54,12 +54,12 @@ def test_what_is_finished_is_not_done_again(story):
     [
         (0.02, False, "not kept: 2.00% less than softmax"),
         (0.01, True, "kept: 1.00% less"),
-        (0.0, True, "kept: that of softmax"),
+        (0.0, True, "kept: equal to softmax"),
         (-0.01, True, "kept: 1.00% more than softmax"),
     ],
 )
 def test_the_verdict(tmp_path, lost, kept, words):
-    story = Story([], tmp_path, lost, 0.4, 0.01, 0.9)
-    assert story.kept is kept
-    assert words in str(story)
-    assert "40% of the energy saved" in str(story)
+    demo = Demo([], tmp_path, lost, 0.4, 0.01, 0.9)
+    assert demo.kept is kept
+    assert words in str(demo)
+    assert "40% of the energy saved" in str(demo)
