@@ -47,10 +47,8 @@ class Display:
         TensorBoard drops what an interrupted run logged after step `done`.
         """
         if self._folder is not None:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ImportError("tensorboard=true needs TensorBoard: pip install tensorboard") from error
+            from torch.utils.tensorboard import SummaryWriter
+
             self._board = SummaryWriter(str(self._folder), purge_step=done + 1)
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
         hidden = not (self.show and self.console.is_terminal)

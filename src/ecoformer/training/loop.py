@@ -69,16 +69,7 @@ class Progress:
 
 
 class Trainer:
-    """One run of a recipe in a folder.
-
-    Args:
-        recipe: what to train.
-        splits: its data.
-        folder: where the run keeps its state.
-        resume: continue the run in the folder.
-        device: "cpu" or "cuda"; default: a GPU if there is one.
-        display: shows progress.
-    """
+    """One run of a recipe on its data, in a folder; `train` describes the other arguments."""
 
     def __init__(
         self,

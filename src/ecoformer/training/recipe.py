@@ -161,22 +161,11 @@ class Recipe(Section):
     log_every: Positive = 50
     tensorboard: bool = False
 
-    @model_validator(mode="before")
-    @classmethod
-    def _one_mask_rate(cls, values: Any) -> Any:
-        """Read `data.options.rate` of older recipes, which was for test data only, as `mask_rate`."""
-        data: Any = values.get("data") if isinstance(values, dict) else None
-        options = data.get("options") if isinstance(data, dict) and data.get("name") in MASKED_DATA else None
-        if not isinstance(options, dict) or "rate" not in options:
-            return values
-        rate = options["rate"]
-        if values.get("mask_rate", rate) != rate:
-            raise ValueError(
-                f"mask_rate={values['mask_rate']} and data.options.rate={rate} are one setting: leave "
-                "data.options.rate out"
-            )
-        rest = {name: value for name, value in options.items() if name != "rate"}
-        return {**values, "mask_rate": rate, "data": {**data, "options": rest}}
+    @model_validator(mode="after")
+    def _one_mask_rate(self) -> Self:
+        if self.data.name in MASKED_DATA and "rate" in self.data.options:
+            raise ValueError("data.options.rate is now mask_rate, for training and testing: set that instead")
+        return self
 
 
 def list_recipes() -> list[str]:
