@@ -11,11 +11,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 from calls import make_call
-from ecoformer.accounting.executed import executed
 from torch import nn
 
 import ecoformer
 from ecoformer import FitOptions, KernelHasher, LshHasher, eco_attention, hash_attention, use_backend
+from ecoformer.accounting.exact import executed
 from ecoformer.backends import available, choice, cpu, fused
 
 pytest.importorskip("numba")
