@@ -1,6 +1,7 @@
-"""Fill the tables of docs/results.md and README.md from the files under results/.
+"""Fill the tables of README.md and of pages under docs/ from the files under results/.
 
-A table stands between the lines `<!-- table: NAME -->` and `<!-- end of table -->`; NAME is a function here.
+A table stands between the lines `<!-- table: NAME -->` and `<!-- end of table -->`; NAME is a function here
+or in cost_tables.py.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cost_tables import MAKERS
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "docs" / "results.md", ROOT / "README.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("results", "cost", "bitfusion")))
 Table = list[list[str]]
 
 
@@ -175,6 +177,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         listops,
         recall,
         masked_bytes,
+        *MAKERS,
     )
 }
 

@@ -24,7 +24,7 @@ def test_every_table_is_on_a_page():
 
 
 def test_a_number_that_was_edited_is_noticed():
-    text = result_tables.PAGES[0].read_text()
+    text = (ROOT / "docs" / "results.md").read_text()
     edited = text.replace("| 67.83 %", "| 69.83 %", 1)
     assert edited != text
     assert result_tables.filled(edited) == text

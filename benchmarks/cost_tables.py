@@ -1,0 +1,153 @@
+"""The tables of docs/cost.md and docs/bitfusion.md; `result_tables.py` fills them in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+Table = list[list[str]]
+HOW = ("paper", "exact", "cpu")
+LINES = (
+    "patch embeddings",
+    "projections",
+    "hashing",
+    "sums over keys and read",
+    "softmax attention",
+    "FFN: linear layers",
+    "FFN: depth-wise convolution",
+    "FFN: GELU",
+    "norms",
+    "residual sums",
+    "head",
+    "copies, mean over tokens",
+)
+STATUSES = {
+    "equal": "ours is the printed figure, to its last digit",
+    "differs": "ours is different, and we do not know why",
+    "open": "the paper leaves settings open: ours are named below the table",
+    "slip": "the print contradicts itself or its own rule; ours is what the rule gives",
+    "not ours": "accuracy, throughput and areas: printed only",
+}
+
+
+def cost_totals() -> Table:
+    """Counts and energy of PVTv2-B0 by every accounting."""
+    figures, rows = _figures("accounting"), []
+    for mechanism, how in (("softmax", "paper"), ("softmax", "exact"), *(("eco", how) for how in HOW)):
+        found = figures[mechanism][how]
+        counts = _millions(*(found["total"][kind] for kind in ("mul", "add", "lookup", "exp", "bytes")))
+        energies = [f"{energy / 1e9:.2f}" for energy in found["energy_pj"].values()]
+        rows.append([mechanism, how, *counts, *energies])
+    head = ["attention", "accounting", "mul", "add", "lookup", "exp", "bytes"]
+    return [[*head, "energy", "+ SRAM", "+ DRAM"], *rows]
+
+
+def cost_savings() -> Table:
+    """What hashed attention saves of softmax's energy."""
+    figures = _figures("accounting")
+    shares = {how: (figures["savings_of_attention"][how], *figures["savings"][how].values()) for how in HOW}
+    rows = [[how, *(f"{share:.1%}" for share in found)] for how, found in shares.items()]
+    return [["accounting", "attention alone", "model", "+ SRAM", "+ DRAM"], *rows]
+
+
+def cost_lines() -> Table:
+    """Hashed attention line by line."""
+    figures = _figures("accounting")["eco"]
+    kinds = {
+        "paper": ("mul", "add"),
+        "exact": ("mul", "add", "exp", "bytes"),
+        "cpu": ("mul", "add", "lookup"),
+    }
+    lines = {line["line"]: line for line in figures["lines"]}
+    if set(lines) != set(LINES):
+        raise ValueError(f"results/accounting.json has other lines than the table: {set(lines) ^ set(LINES)}")
+    lines["total"] = {how: figures[how]["total"] for how in HOW}
+    rows = [
+        [name, *_millions(*(lines[name][how][kind] for how in HOW for kind in kinds[how]))]
+        for name in (*LINES, "total")
+    ]
+    head = ["line", *(f"{how} {kind}" if kind == "mul" else kind for how in HOW for kind in kinds[how])]
+    return [head, *rows]
+
+
+def cost_native() -> Table:
+    """The model as timm ships it beside softmax and hashed attention."""
+    rows = []
+    for row in _figures("accounting")["native"]:
+        energies = [f"{row[name] / 1e9:.2f}" for name in ("native", "softmax", "eco")]
+        rows.append([str(row["resolution"]), *energies, f"{1 - row['eco'] / row['native']:.0%}"])
+    return [["resolution", "native", "softmax", "eco", "eco saves of native"], *rows]
+
+
+def cost_cells() -> Table:
+    """How the cells of the paper's tables come out."""
+    counts = _figures("accounting")["tables"]
+    return [
+        ["status", "cells", ""],
+        *([name, str(counts.get(name, 0)), why] for name, why in STATUSES.items()),
+    ]
+
+
+def bitfusion_table() -> Table:
+    """The paper's hardware table."""
+    rows = []
+    for row in _figures("bitfusion")["table"]:
+        difference = f"{row['energy_nj'] / row['printed_energy'] - 1:+.1%}".replace("-0.0%", "+0.0%")
+        latencies = (f"{row[key]:.4f}" for key in ("latency_ms", "printed_latency_ms"))
+        energies = (f"{row[key]:,.2f}" for key in ("energy_nj", "printed_energy"))
+        how = "the paper's" if row["reading"] == "printed" else "ours"
+        rows.append([row["method"], *latencies, *energies, difference, how])
+    return [["method", "ms", "printed", "nJ", "printed", "difference", "decomposition"], *rows]
+
+
+def bitfusion_layer() -> Table:
+    """The layer with all of its queries."""
+    rows = []
+    for name, row in _figures("bitfusion")["layer"].items():
+        shares = (f"{row[key]:.0%}" for key in ("stalls", "dram", "buffers", "array"))
+        rows.append([name, f"{row['cycles']:,}", f"{row['ms']:.2f}", f"{row['mj']:.2f}", *shares])
+    head = ["layer", "cycles", "ms", "mJ", "stalls"]
+    return [[*head, "energy in DRAM", "in buffers", "in the array"], *rows]
+
+
+def bitfusion_models() -> Table:
+    """PVTv2-B0 with each mechanism."""
+    rows = []
+    for name, row in _figures("bitfusion")["models"].items():
+        numbers = (f"{row['macs'] / 1e6:,.1f}", f"{row['ms']:.2f}", f"{row['mj']:.2f}")
+        rows.append([name, *numbers, f"{row['attention']:.0%}"])
+    return [["attention", "10⁶ products", "ms", "mJ", "share of attention"], *rows]
+
+
+def bitfusion_codes() -> Table:
+    """Products with codes, and the model with hashed attention, by the bits that move a code's bit."""
+    figures, rows = _figures("bitfusion"), []
+    for name, found in figures["codes"].items():
+        cells = (f"{found[bits]['cycles']:,} | {found[bits]['uj']:,.2f}" for bits in ("1", "2", "8"))
+        rows.append([name, *cells])
+    whole = (figures["eco_by_code_bits"][bits] for bits in ("1", "2", "8"))
+    rows.append(["PVTv2-B0", *(f"{row['cycles']:,} | {1e3 * row['mj']:,.2f}" for row in whole)])
+    return [["product", "1 bit: cycles", "µJ", "2 bits: cycles", "µJ", "8 bits: cycles", "µJ"], *rows]
+
+
+def _figures(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
+
+
+def _millions(*numbers: int) -> list[str]:
+    return [f"{x / 1e6:,.1f}" if x else "" for x in numbers]
+
+
+MAKERS = (
+    cost_totals,
+    cost_savings,
+    cost_lines,
+    cost_native,
+    cost_cells,
+    bitfusion_table,
+    bitfusion_layer,
+    bitfusion_models,
+    bitfusion_codes,
+)
