@@ -117,7 +117,7 @@ def test_mistakes():
         EcoAttention(DIM, HEADS)(torch.zeros(1, 4, DIM))
     with pytest.raises(ValueError, match=r"^bias must be .paper., .tight. or .official., got 'none'$"):
         EcoAttention(DIM, HEADS, bias="none")
-    with pytest.raises(ValueError, match=r"^eco forms no attention weights to drop"):
+    with pytest.raises(ValueError, match=r"^attn_drop must be 0"):
         EcoAttention(DIM, HEADS, attn_drop=0.1)
     with pytest.raises(TypeError, match="unexpected keyword argument 'bit'"):
         EcoAttention(DIM, HEADS, bit=4)

@@ -97,7 +97,7 @@ def test_sample_of_nothing_but_padding(name):
 def test_causal_order(name):
     module, x = make(name), tokens()
     if not module.supports_causal:
-        with pytest.raises(ValueError, match=f"^{name} has no causal order: is_causal=True is not possible$"):
+        with pytest.raises(ValueError, match=f"^is_causal=True .* {name}$"):
             module(x, is_causal=True)
         return
     out = module(x, is_causal=True)
@@ -167,9 +167,7 @@ def test_dropout(name):
         assert torch.equal(module(tokens()), make(name)(tokens()))
         assert not torch.equal(module.train()(tokens()), module(tokens()))
     else:
-        with pytest.raises(
-            ValueError, match=f"^{name} forms no attention weights to drop: set attn_drop=0, got 0.5$"
-        ):
+        with pytest.raises(ValueError, match=f"^attn_drop must be 0, got 0.5: {name} "):
             make(name, attn_drop=0.5)
     module = make(name, proj_drop=0.5)
     assert torch.equal(module(tokens()), make(name)(tokens()))
@@ -219,9 +217,9 @@ def test_wrong_sizes(name, dim, heads):
 
 
 def test_unknown_names():
-    with pytest.raises(ValueError, match=r"^no attention is named 'sofmax': did you mean 'softmax'\?$"):
+    with pytest.raises(ValueError, match=r"^unknown attention 'sofmax': did you mean 'softmax'\?$"):
         create_attention("sofmax", 8, 2)
-    with pytest.raises(ValueError, match=r"^no attention is named 'xyz': known are .*eco, .*softmax"):
+    with pytest.raises(ValueError, match=r"^unknown attention 'xyz': choose from .*eco, .*softmax"):
         create_attention("xyz", 8, 2)
 
 
@@ -240,20 +238,20 @@ def test_a_mechanism_of_ones_own(monkeypatch):
     v = module.qkv(x).chunk(3, dim=-1)[2]
     torch.testing.assert_close(module(x), module.proj(v.mean(dim=1, keepdim=True).expand_as(v)))
     for kwargs in ({"is_causal": True}, {"key_padding_mask": padding(11, 7, 1)}):
-        with pytest.raises(ValueError, match=r"^mean_of_all "):
+        with pytest.raises(ValueError, match="mean_of_all"):
             module(x, **kwargs)
-    with pytest.raises(ValueError, match="'mean_of_all' is registered already: MeanOfAll"):
+    with pytest.raises(ValueError, match="'mean_of_all' is already registered: MeanOfAll"):
         register_attention("mean_of_all")(MeanOfAll)
-    with pytest.raises(ValueError, match="'softmax' is registered already: SoftmaxAttention"):
+    with pytest.raises(ValueError, match="'softmax' is already registered: SoftmaxAttention"):
         register_attention("softmax")(MeanOfAll)
     assert MeanOfAll.name == "mean_of_all"
 
 
 def test_unknown_settings_are_told_with_the_known_ones():
-    known = r"known are attn_drop, bias, bits, local, .*, support, surrogate, trainable$"
-    with pytest.raises(TypeError, match=rf"^'bit' is no setting of eco \(did you mean 'bits'\?\); {known}"):
+    known = r"choose from attn_drop, bias, bits, local, .*, support, surrogate, trainable$"
+    with pytest.raises(TypeError, match=rf"^unknown setting 'bit' of eco \(did you mean 'bits'\?\); {known}"):
         create_attention("eco", 32, 2, bit=8)
-    with pytest.raises(TypeError, match=r"^'bits' is no setting of performer; known are .*features"):
+    with pytest.raises(TypeError, match=r"^unknown setting 'bits' of performer; choose from .*features"):
         create_attention("performer", 32, 2, bits=8)
 
 

@@ -155,7 +155,7 @@ def test_fit_of_a_model(cli):
         (("attention", "--shape", "1,0,9,32"), "--shape takes positive integers"),
         (
             ("attention", "--mechanisms", "softmax,ecoo"),
-            "--mechanisms: no attention is named 'ecoo': did you mean",
+            "--mechanisms: unknown attention 'ecoo': did you mean",
         ),
         (("model", "lra_text", "--attention", "xyzzy"), "softmax; also explicit, native"),
         (("attention", "--longest", "64"), "--longest has no meaning without --crossover"),

@@ -32,8 +32,8 @@ class TestWhatIsWritten:
         done = cli("convert", "pvt_v2_b0", "eco.safetensors", "--attention", "eco")
         lines = done.out.splitlines()
         assert (done.status, done.err) == (0, "")
-        assert lines[0] == "PyramidVisionTransformerV2: 6 of 8 attention layers are eco now"
-        assert "left as they were" in lines
+        assert lines[0] == "PyramidVisionTransformerV2: 6 of 8 attention layers converted to eco"
+        assert "not converted" in lines
         assert "  stages.3.blocks.1.attn  Attention: last stage (256 channels)" in lines
         assert any(line.startswith("note: hash functions are not fitted: --fit takes") for line in lines)
         assert "note: the weights of pvt_v2_b0 are random: --pretrained starts from timm's" in lines
@@ -258,7 +258,7 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("setting", "words"),
         [
-            ("nothing=1", "'nothing' is no setting of eco; known are attn_drop, bias, bits"),
+            ("nothing=1", "unknown setting 'nothing' of eco; choose from attn_drop, bias, bits"),
             ("bit=8", "did you mean 'bits'?"),
             ("bits=0", "bits must be at least 1, got 0"),
             ("bits=65", "got 65"),

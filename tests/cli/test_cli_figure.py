@@ -74,7 +74,7 @@ def test_every_command_shows_an_example(cli):
         (("shares", "--quantity", "bytes", "--out", "a.png"), "--quantity must be energy, mul or add"),
         (("shares", "--models", "pvt_v2_b9", "--out", "a.png"), "nor a timm model"),
         (("shares", "--accounting", "mine", "--out", "a.png"), 'accounting must be "paper" or "exact"'),
-        (("bitfusion", "layer", "--compare", "nope", "--out", "a.png"), "no attention is named 'nope'"),
+        (("bitfusion", "layer", "--compare", "nope", "--out", "a.png"), "unknown attention 'nope'"),
     ],
 )
 def test_refusals(cli, tmp_path, arguments, words):

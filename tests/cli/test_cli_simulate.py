@@ -146,7 +146,7 @@ def test_pictures(cli, tmp_path, arguments):
             "tokens=1,2,4, whole numbers from 1, got 'foo=1'",
         ),
         (("layer", "--sweep", "tokens=1,x"), "got 'tokens=1,x'"),
-        (("layer", "--compare", "softmax,nope"), "no attention is named 'nope'"),
+        (("layer", "--compare", "softmax,nope"), "unknown attention 'nope'"),
         (("layer", "--compare", ","), "--compare takes names"),
         (("layer", "--array", "none.json"), "none.json"),
         (("layer", "--sweep", "tokens=0"), "whole numbers from 1, got 'tokens=0'"),

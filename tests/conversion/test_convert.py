@@ -269,7 +269,7 @@ def test_dropout_is_carried_where_there_are_weights_to_drop():
     model = pvt(proj_drop_rate=0.2)
     convert(model, "softmax", proj_drop=0.4)
     assert model.stages[0].blocks[0].attn.attention.proj_drop.p == 0.4
-    with pytest.raises(ValueError, match="forms no attention weights to drop"):
+    with pytest.raises(ValueError, match="attn_drop must be 0"):
         convert(vit(), "eco", attn_drop=0.1)
 
 

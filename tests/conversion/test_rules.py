@@ -332,8 +332,8 @@ def test_mistakes():
     refused(model, r"^layers='nope' matches no", "eco", layers=["blocks.0.*", "nope"])
     refused(model, "^layers", "eco", layers=[])
     refused(model, "^layers", "eco", layers=lambda name, layer: False)
-    refused(model, r"^no attention is named 'ecco': did you mean 'eco'\?$", "ecco")
-    message = r"^'bit' is no setting of eco \(did you mean 'bits'\?\); known are attn_drop, bias, bits"
+    refused(model, r"^unknown attention 'ecco': did you mean 'eco'\?$", "ecco")
+    message = r"^unknown setting 'bit' of eco \(did you mean 'bits'\?\); choose from attn_drop, bias, bits"
     refused(model, message, "eco", bit=8, error=TypeError)
     refused(model, "^eco: .*dim", "eco", dim=8, error=TypeError)
     refused(model, "bits", "eco", bits=0)

@@ -441,9 +441,9 @@ def test_pairs_of_unequal_number():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"attention": "ecco"}, r"^no attention is named 'ecco': did you mean 'eco'\?$"),
+        ({"attention": "ecco"}, r"^unknown attention 'ecco': did you mean 'eco'\?$"),
         ({"dim": 15}, "^dim must be a multiple of num_heads, got dim=15 and num_heads=2$"),
-        ({"attention_config": {"attn_drop": 0.1}}, "^eco forms no attention weights to drop"),
+        ({"attention_config": {"attn_drop": 0.1}}, "^attn_drop must be 0"),
         ({"attention_config": {"local": [3, 3]}}, r"^local=\(3, 3\) spans an image: a text takes local=k$"),
         *(
             ({key: 0}, f"^{key} must be at least 1, got 0$")

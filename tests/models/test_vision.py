@@ -343,9 +343,9 @@ def test_known_to_timm():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match=r"^no attention is named 'ecco': did you mean 'eco'\?$"):
+    with pytest.raises(ValueError, match=r"^unknown attention 'ecco': did you mean 'eco'\?$"):
         small("pvt_v2_b0", "ecco")
-    with pytest.raises(TypeError, match=r"^'bitz' is no setting of eco \(did you mean 'bits'\?\)"):
+    with pytest.raises(TypeError, match=r"^unknown setting 'bitz' of eco \(did you mean 'bits'\?\)"):
         small("pvt_v2_b0", config={"bitz": 4})
     with pytest.raises(ValueError, match=r"^layers='nowhere' matches no attention layer"):
         small("pvt_v2_b0", attention_layers="nowhere")

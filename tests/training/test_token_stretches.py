@@ -12,7 +12,7 @@ from torch import nn
 from training_runs import on_ranks
 
 from ecoformer import create_attention, fit_hashers
-from ecoformer.attention.splitting import check_split, split_tokens, stretch
+from ecoformer.attention.splitting import check_split, split_tokens, token_slice
 from ecoformer.models.text import PAD, TextEncoder, TwoTowerEncoder
 
 RANKS, N, DIM = 3, 13, 8
@@ -88,7 +88,7 @@ def run_encoder(case, group=None):
     weight = torch.randn(4, N, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     with split_tokens(model, group) if group else torch.enable_grad():
         logits = model(ids, ids.flip(0)) if case == "pairs" else model(ids)
-        mine = slice(0, N) if group is None else stretch(N, group)
+        mine = slice(0, N) if group is None else token_slice(N, group)
         (logits * (weight[:, mine] if case == "none" else weight[:, 0])).sum().backward()
     return {"out": logits.detach(), "gradients": gradients(model)}
 
@@ -106,7 +106,7 @@ def ranks(tmp_path_factory):
     def run(rank):
         dist.init_process_group("gloo")
         group = dist.group.WORLD
-        found = {case: run_layer(case, stretch(N, group), group) for case in LAYERS}
+        found = {case: run_layer(case, token_slice(N, group), group) for case in LAYERS}
         found |= {case: run_encoder(case, group) for case in ENCODERS}
         with pytest.raises(ValueError, match="2 tokens over 3 ranks leave 0 to some"):
             too_short(group)
@@ -162,5 +162,5 @@ def test_outside_the_context_a_model_is_as_it_was():
 
 
 def test_a_layer_of_an_image_is_not_split():
-    with pytest.raises(ValueError, match=r"local cannot work on .*: local=\(3, 3\) spans an image"):
+    with pytest.raises(ValueError, match=r"local cannot split .*: local=\(3, 3\) spans an image"):
         check_split(create_attention("eco", DIM, 2, local=(3, 3)), N, 2)

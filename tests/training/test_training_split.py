@@ -203,13 +203,13 @@ def test_pictures_are_not_split(tmp_path):
     [
         (
             ["attention.name=softmax"],
-            "blocks.0.attn cannot work on a stretch of the tokens: softmax needs all",
+            "blocks.0.attn cannot split tokens over ranks: softmax needs all",
         ),
         (
             ["attention.name=performer"],
-            "performer needs all of them, hashed attention such as eco does not; or",
+            "performer needs all tokens; hashed attention such as eco does not; or",
         ),
-        (["attention.options.sigma=input"], 'sigma="input" looks at all of them, use sigma="stored"; or set'),
+        (["attention.options.sigma=input"], 'sigma="input" needs all tokens, use sigma="stored"; or set'),
         (
             ["attention.options.local=5", "split_tokens=3"],
             "11 tokens over 3 ranks leave 3 to some, but blocks",

@@ -12,7 +12,7 @@ from torch import nn
 from ecoformer.accounting.energy import EnergyTable, energy_table
 from ecoformer.accounting.ledger import Accounting, Backend, Ledger, check_accounting, cost
 from ecoformer.attention import list_attentions
-from ecoformer.attention.registry import no_setting, settings_of
+from ecoformer.attention.registry import settings_of, unknown_setting
 from ecoformer.conversion import convert
 
 NATIVE = "native"
@@ -116,7 +116,7 @@ def _check(
         if parameter not in settings_of(mechanism):
             having = [name for name in list_attentions() if parameter in settings_of(name)]
             if not having:
-                raise ValueError(no_setting(parameter, [mechanism]))
+                raise ValueError(unknown_setting(parameter, [mechanism]))
             raise ValueError(
                 f"{parameter!r} is not a setting of {mechanism}; mechanisms with it: {', '.join(having)}"
             )

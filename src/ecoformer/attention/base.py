@@ -1,4 +1,4 @@
-"""The interface that every mechanism has, and what they share: projections, heads, checks, local branch."""
+"""The interface of all mechanisms, and what they share: projections, heads, checks, local branch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from ecoformer.attention.weights import (
     Projections,
     carry_over,
     carry_parts,
-    carry_trainability,
     projections_of,
     shared_parts,
     unread_parameters,
@@ -44,9 +43,9 @@ class Attention(Described, SharesTokens, nn.Module):
         attn_drop: dropout of attention weights, for mechanisms that have such weights.
         proj_drop: dropout after the output projection.
         local: k adds a depth-wise convolution of v over k neighbours in the sequence; (k, k) over a k x k
-            neighbourhood of the image, whose `grid` the call must then give. 0, the paper's, adds none.
-        out_proj: whether heads are mixed by an output projection; False where the model around the layer has
-            it, as BERT does.
+            neighbourhood of the image, which needs `grid` in every call. 0, as in the paper, adds none.
+        out_proj: whether an output projection mixes the heads; False if the model has it outside the layer,
+            as BERT does.
     """
 
     name: ClassVar[str]
@@ -58,7 +57,7 @@ class Attention(Described, SharesTokens, nn.Module):
     sized_by_tokens: ClassVar[bool] = False
     """Whether the number of tokens is an argument, `seq_len`, of the constructor."""
     own: ClassVar[tuple[str, ...]] = ("local",)
-    """What only this mechanism has, besides the projections: another one has no place for it."""
+    """Names of what this mechanism has besides the projections."""
 
     def __init__(
         self,
@@ -74,9 +73,7 @@ class Attention(Described, SharesTokens, nn.Module):
         super().__init__()
         self.dim, self.num_heads, self.head_dim = dim, num_heads, head_dim_of(dim, num_heads)
         if attn_drop and not self.has_weights:
-            raise ValueError(
-                f"{self.name} forms no attention weights to drop: set attn_drop=0, got {attn_drop}"
-            )
+            raise ValueError(f"attn_drop must be 0, got {attn_drop}: {self.name} has no attention weights")
         self.attn_drop = attn_drop
         if self.shared_qk:
             self.qk = nn.Linear(dim, dim, bias=qkv_bias)
@@ -90,9 +87,9 @@ class Attention(Described, SharesTokens, nn.Module):
     @classmethod
     @torch.no_grad()
     def from_projections(cls, source: Projections, **kwargs: Any) -> Self:
-        """A layer that starts from the weights of another; keyword arguments as the class takes them.
+        """A layer that starts from the weights of another; `kwargs` are those of the class.
 
-        With `shared_qk` the queries' weights serve queries and keys. Device and dtype are kept.
+        With `shared_qk`, queries and keys get the queries' weights. Device and dtype are kept.
         """
         biases = (source.q_bias, source.k_bias, source.v_bias)
         kwargs.setdefault("qkv_bias", any(bias is not None for bias in biases))
@@ -101,8 +98,7 @@ class Attention(Described, SharesTokens, nn.Module):
             kwargs.setdefault("attn_drop", source.attn_drop)
         new = cls(source.dim, source.num_heads, out_proj=source.out is not None, **kwargs)
         new.to(device=source.v.device, dtype=source.v.dtype)
-        carry_over(source, new)
-        carry_trainability(source, new)
+        carry_over(source, new, freeze=True)
         return new
 
     @classmethod
@@ -111,8 +107,8 @@ class Attention(Described, SharesTokens, nn.Module):
         """A layer that starts from the weights of another layer.
 
         `layer` is an `nn.MultiheadAttention`, one of our mechanisms, or a layer with `qkv`, `proj` and
-        `num_heads` like timm's. A local branch and fitted hash functions are kept where both layers have them
-        in the same shapes; `seed=` asks for new random draws instead. Device, dtype and mode are kept; tokens
+        `num_heads` like timm's. A local branch and fitted hash functions are kept if both layers have them in
+        the same shapes; `seed=` asks for new random draws instead. Device, dtype and mode are kept; tokens
         are (B, N, dim), whatever `batch_first` was.
         """
         source = projections_of(layer)
@@ -152,8 +148,8 @@ class Attention(Described, SharesTokens, nn.Module):
         """Tokens (B, N, dim) to tokens (B, N, dim).
 
         `key_padding_mask` (B, N) is True where a token is padding. A two-dimensional local branch needs
-        `grid`, the image's (height, width), and `prefix`, how many tokens (class token, registers) stand
-        before it: N = prefix + height x width.
+        `grid`, the image's (height, width), and `prefix`, the number of tokens before it (class token,
+        registers): N = prefix + height x width.
         """
         self._check(x, key_padding_mask, is_causal)
         q, k, v = self._project(x)
@@ -180,21 +176,21 @@ class Attention(Described, SharesTokens, nn.Module):
         if not x.is_floating_point() or x.shape[1] < 1:
             raise ValueError(f"x must be floating point with N >= 1 tokens, got {x.dtype} {shape(x)}")
         if is_causal and not self.supports_causal:
-            raise ValueError(f"{self.name} has no causal order: is_causal=True is not possible")
+            raise ValueError(f"is_causal=True is not supported by {self.name}")
         if key_padding_mask is None:
             return
         if not self.supports_padding:
-            raise ValueError(f"{self.name} takes no key_padding_mask: cut the padding off instead")
+            raise ValueError(f"key_padding_mask is not supported by {self.name}: cut the padding off instead")
         if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != x.shape[:2]:
             raise ValueError(
                 f"key_padding_mask must be bool (B, N) = {tuple(x.shape[:2])}, True where a token is "
                 f"padding, got {key_padding_mask.dtype} {shape(key_padding_mask)}"
             )
 
-    def why_whole(self) -> str | None:
-        """Why the tokens of a sample cannot be split over ranks; None for mechanisms that exchange sums."""
-        return f"{self.name} needs all of them, hashed attention such as eco does not"
+    def split_problem(self) -> str | None:
+        """Why tokens cannot be split over ranks; None for mechanisms that exchange sums."""
+        return f"{self.name} needs all tokens; hashed attention such as eco does not"
 
     def extra_repr(self) -> str:
-        """What `print(module)` shows."""
+        """Shown by `print(module)`."""
         return f"mechanism={self.name}, dim={self.dim}, num_heads={self.num_heads}"

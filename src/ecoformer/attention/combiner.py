@@ -95,7 +95,7 @@ class CombinerAttention(Attention):
         return size, -(-tokens // size)
 
     def extra_repr(self) -> str:
-        """What `print(module)` shows."""
+        """Shown by `print(module)`."""
         return f"{super().extra_repr()}, block={self.block}"
 
 

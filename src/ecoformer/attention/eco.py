@@ -75,9 +75,9 @@ class HashedAttention(Attention):
         ]
         return [*hashing, *sums, *read]
 
-    def why_whole(self) -> str | None:
-        """Only kernels as wide as the input is spread look at all tokens."""
-        return None if self.hasher.token_wise else 'sigma="input" looks at all of them, use sigma="stored"'
+    def split_problem(self) -> str | None:
+        """Why tokens cannot be split over ranks: only `sigma="input"` needs all of them."""
+        return None if self.hasher.token_wise else 'sigma="input" needs all tokens, use sigma="stored"'
 
 
 class _KernelAttention(HashedAttention):

@@ -72,5 +72,5 @@ class LinformerAttention(Attention):
             raise ValueError(f"linformer was built for seq_len={self.seq_len}, got N={tokens} tokens")
 
     def extra_repr(self) -> str:
-        """What `print(module)` shows."""
+        """Shown by `print(module)`."""
         return f"{super().extra_repr()}, seq_len={self.seq_len}, k={self.k}"

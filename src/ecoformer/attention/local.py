@@ -1,4 +1,4 @@
-"""The local branch: a depth-wise convolution of v, for models that have no convolutions of their own.
+"""The local branch: a depth-wise convolution of v, for models without convolutions.
 
 Affinities of codes span only a factor of three, so hashed attention cannot single out a neighbour.
 """
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ecoformer.arguments import shape
-from ecoformer.attention.splitting import SharesTokens, with_neighbours
+from ecoformer.attention.splitting import SharesTokens, exchange_halo
 
 
 class LocalBranch(SharesTokens, nn.Module):
     """Depth-wise convolution over k neighbours of the sequence, or k x k of an image.
 
-    It starts at zero, so that adding it to a trained layer changes nothing until it learns.
+    It starts at zero, so adding it to a trained layer changes nothing until it learns.
     """
 
     def __init__(self, dim: int, size: int | tuple[int, int]) -> None:
@@ -35,9 +35,9 @@ class LocalBranch(SharesTokens, nn.Module):
         grid: tuple[int, int] | None = None,
         prefix: int = 0,
     ) -> Tensor:
-        """Values (B, N, dim) to (B, N, dim); in causal order only earlier neighbours and the token itself.
+        """Values (B, N, dim) to (B, N, dim); in causal order, each token and earlier neighbours only.
 
-        The `prefix` tokens before an image's `grid` have no neighbours there and get nothing.
+        The `prefix` tokens before an image's `grid` get zero.
         """
         if key_padding_mask is not None:
             v = v.masked_fill(key_padding_mask.unsqueeze(-1), 0)
@@ -45,12 +45,12 @@ class LocalBranch(SharesTokens, nn.Module):
             return self._sequence(v, is_causal)
         return F.pad(self._image(v[:, prefix:], is_causal, grid), (0, 0, prefix, 0))
 
-    def why_whole(self) -> str | None:
-        """An image's neighbourhoods lie across the stretches of a sequence."""
+    def split_problem(self) -> str | None:
+        """Why tokens cannot be split over ranks: neighbourhoods of an image span several ranks."""
         return None if len(self.sizes) == 1 else f"local={self.sizes} spans an image: use local=k or none"
 
-    def fewest_tokens(self) -> int:
-        """As many as reach over the border to the next rank."""
+    def min_tokens(self) -> int:
+        """As many tokens as neighbouring ranks exchange."""
         return max(self.sizes[0] - 1, 1)
 
     def _sequence(self, v: Tensor, is_causal: bool) -> Tensor:
@@ -59,7 +59,7 @@ class LocalBranch(SharesTokens, nn.Module):
         if self.token_group is None:
             padded = F.pad(v.mT, (before, k - 1 - before))
         else:
-            padded = with_neighbours(v, before, k - 1 - before, self.token_group).mT
+            padded = exchange_halo(v, before, k - 1 - before, self.token_group).mT
         return F.conv1d(padded, self.weight, groups=v.shape[-1]).mT
 
     def _image(self, v: Tensor, is_causal: bool, grid: tuple[int, int] | None) -> Tensor:

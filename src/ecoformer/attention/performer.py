@@ -102,7 +102,7 @@ class PerformerAttention(Attention):
         ]
 
     def extra_repr(self) -> str:
-        """What `print(module)` shows."""
+        """Shown by `print(module)`."""
         return f"{super().extra_repr()}, features={self.features}"
 
 

@@ -151,7 +151,7 @@ class ReformerAttention(Attention):
         ]
 
     def extra_repr(self) -> str:
-        """What `print(module)` shows."""
+        """Shown by `print(module)`."""
         return f"{super().extra_repr()}, bucket_size={self.bucket_size}, rounds={self.rounds}"
 
 

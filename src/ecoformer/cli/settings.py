@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ecoformer.accounting.sweeps import NATIVE, SYNONYMS
-from ecoformer.attention.registry import no_setting, settings_of
+from ecoformer.attention.registry import settings_of, unknown_setting
 from ecoformer.cli.sources import open_model
 from ecoformer.conversion import convert
 
@@ -88,7 +88,7 @@ def settings_for(mechanisms: list[str | None], given: dict[str, Any]) -> list[di
         if not any(key in names for names in known):
             named = [name for name in mechanisms if name]
             native = f"{key!r} is a setting of a mechanism: name one (--attention or --compare)"
-            raise ValueError(f"--set: {no_setting(key, named) if named else native}")
+            raise ValueError(f"--set: {unknown_setting(key, named) if named else native}")
     return [{key: value for key, value in given.items() if key in names} for names in known]
 
 

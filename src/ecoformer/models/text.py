@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ecoformer.arguments import shape
 from ecoformer.attention import Attention, attention_class, create_attention
-from ecoformer.attention.splitting import SharesTokens, check_split, stretch
+from ecoformer.attention.splitting import SharesTokens, check_split, token_slice
 from ecoformer.checkpoints.hub import HubMixin
 from ecoformer.data.texts import PAD, byte_tokens
 from ecoformer.functional import sum_over_ranks
@@ -177,7 +177,7 @@ class TextEncoder(HubMixin, SharesTokens, nn.Module):
     def _stretch(self, tokens: Tensor) -> slice:
         """The tokens that this rank computes: all, unless they are split."""
         n = tokens.shape[1]
-        return slice(0, n) if self.token_group is None else stretch(n, self.token_group)
+        return slice(0, n) if self.token_group is None else token_slice(n, self.token_group)
 
     def _features(self, tokens: Tensor, mask: Tensor) -> Tensor:
         if self.token_group is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from ecoformer.attention.splitting import stretch
+from ecoformer.attention.splitting import token_slice
 from ecoformer.data.augment import augment, plain
 from ecoformer.data.masking import mask_bytes
 from ecoformer.data.splits import IGNORED, Arrays, Images, Splits
@@ -217,7 +217,7 @@ class Task:
         """This rank's part of (B, N, ...), if targets belong to tokens that are split."""
         if self.group is None or not self.per_token:
             return of_tokens
-        return of_tokens[:, stretch(of_tokens.shape[1], self.group)]
+        return of_tokens[:, token_slice(of_tokens.shape[1], self.group)]
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy with label smoothing; targets are classes, or class probabilities of mixup."""
