@@ -2,19 +2,16 @@
 
     python benchmarks/gpu_kernels.py --out FOLDER [--seconds 560] [--phases ceilings,check,time,...]
 
-Phases run in this order, each in a process of its own with a time limit, so that neither a hang nor a crash
-takes the others along. results/gpu_kernels.json, copied to FOLDER, holds what all have found so far,
-FOLDER/PHASE.json what the running one has. Two calls of ten minutes take them all:
-
-    python benchmarks/gpu_kernels.py --out FOLDER --phases ceilings,check,time,tune,tuned
-    python benchmarks/gpu_kernels.py --out FOLDER2 --phases ceilings,precision,growth,causal,tests
+Phases run in this order, each in a process of its own with a time limit, so that a hang or a crash ends only
+one. results/gpu_kernels.json, copied to FOLDER, holds what all have found so far, FOLDER/PHASE.json what the
+running one has.
 
     ceilings    bandwidth of a copy on the device
     check       outputs and gradients against fp64, bf16 / fp16 / fp32, both orders
-    time        the shapes, with the configurations that the package comes with
+    time        the shapes, with the block sizes in the package
     tune        search for better ones; FOLDER/cache/triton.json keeps them
     tuned       the shapes again, with these
-    precision   products of fp32 matrices: "tf32x3" against "ieee", time and flipped codes
+    precision   products of fp32 matrices: "tf32x3" against "ieee", time and flipped bits
     growth      65,536 to 1,048,576 tokens x 8 heads x 64 channels
     causal      the same in causal order, shorter
     tests       pytest -m gpu on the kernels' tests
@@ -28,7 +25,6 @@ Once per release, for memory errors and races (slow, so with few cases; `memchec
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import shutil
@@ -36,6 +32,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,20 +40,32 @@ from typing import Any
 import torch
 from record import write_result
 from torch import Tensor
-from torch.nn import functional as F
 
-from ecoformer import hash_attention
 from ecoformer.arguments import bias_value
 from ecoformer.backends import fused
 from ecoformer.backends.hashing import HashFunctions, project
 from ecoformer.benchmarking import Work, time_contestants
-from ecoformer.benchmarking.contestants import steady_tokens
-from ecoformer.benchmarking.measuring import capture, capture_place
-from ecoformer.functional import sign_ste
+from ecoformer.benchmarking.attention import (
+    Setting,
+    build_layer,
+    checked,
+    contestants_of,
+    draw_inputs,
+    work_of,
+)
+from ecoformer.benchmarking.measuring import Bench, peak_memory_mb
 
-BITS, SUPPORT = 16, 25
+GPU = torch.device("cuda")
+BITS = 16
 BETA = float(bias_value("paper", BITS))
 SHAPES = [(256, 1, 3136, 32), (32, 1, 3136, 32), (256, 5, 196, 64), (1, 8, 262144, 64)]
+CHECKED = [
+    ((3, 2, 500, 32), False),
+    ((2, 5, 196, 64), False),
+    ((256, 5, 196, 64), False),
+    ((2, 1, 3137, 32), False),
+    ((2, 2, 700, 64), True),
+]
 GROWTH = [65_536 << k for k in range(5)]
 LIMITS = {
     "ceilings": 60, "check": 120, "time": 150, "tune": 200, "tuned": 120, "precision": 60, "growth": 90,
@@ -67,145 +76,71 @@ Shape = tuple[int, int, int, int]
 Figures = dict[str, Any]
 
 
-def draw_functions(heads: int, dim: int) -> HashFunctions:
-    """Hash functions of about the scale that fitting gives; which ones has no influence on the time."""
-    generator = torch.Generator().manual_seed(1)
-    support = F.normalize(torch.randn(heads, SUPPORT, dim, generator=generator), dim=-1)
-    weight = torch.randn(heads, SUPPORT, BITS, generator=generator) * 2
-    mean, sigma = torch.full((heads, SUPPORT), 0.6), torch.full((heads,), 2.0)
-    return HashFunctions(*(x.cuda() for x in (support, mean, sigma, weight)))
+def eco(setting: Setting) -> Any:
+    """A layer with hash functions of the usual size; which ones has no influence on the time."""
+    return build_layer("eco", setting)
 
 
-def draw(shape: Shape, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    """Queries that are the keys, values and a gradient: heads of a projection, as layers make them."""
-    batch, heads, tokens, dim = shape
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return [
-        torch.randn(batch, tokens, heads, dim, generator=generator, device="cuda", dtype=dtype).transpose(
-            1, 2
-        )
-        for _ in range(3)
-    ]
-
-
-def steady(shape: Shape, dtype: torch.dtype, functions: HashFunctions) -> Tensor:
-    """Queries whose codes and gradients do not depend on rounding."""
-    seeds = itertools.count()
-    return steady_tokens(
-        lambda: draw(shape, dtype, next(seeds))[0], [lambda tokens: project(tokens, functions)], True
-    )
-
-
-def eager(q: Tensor, v: Tensor, functions: HashFunctions, causal: bool) -> Tensor:
-    wide = q if q.dtype == torch.float64 else q.float()
-    codes = sign_ste(project(wide, functions)).to(q.dtype)
-    return hash_attention(codes, codes, v, is_causal=causal)
-
-
-def with_gradients(
-    call: Callable[[Tensor, Tensor], Tensor], q: Tensor, v: Tensor, grad: Tensor
-) -> list[Tensor]:
-    q, v = q.detach().requires_grad_(), v.detach().requires_grad_()
-    out = call(q, v)
-    return [out.detach(), *torch.autograd.grad(out, (q, v), grad.to(out.dtype))]
-
-
-def contestants(
-    q: Tensor, v: Tensor, functions: HashFunctions, causal: bool, needs_grad: bool
-) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-    def triton(q: Tensor, v: Tensor) -> Tensor:
-        return fused.run("triton", fused.Call(q, None, v, None, functions, BETA, causal), needs_grad)
-
-    def plain(q: Tensor, v: Tensor) -> Tensor:
-        return eager(q, v, functions, causal)
-
-    return {
-        "triton": triton,
-        "sdpa": lambda q, v: F.scaled_dot_product_attention(q, q, v, is_causal=causal),
-        "eager": plain,
-        "compiled": torch.compile(plain, dynamic=False),
-    }
-
-
-def error(x: Tensor, truth: Tensor) -> float:
-    return float((x.double() - truth.double()).norm() / truth.double().norm())
+def heads(setting: Setting, layer: Any) -> list[Tensor]:
+    """q, k, v and a gradient as layers make them: heads of a projection (B, N, H, D)."""
+    inputs = draw_inputs(setting, [layer.hasher])
+    return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
 
 
 def ceilings() -> Iterator[Figures]:
-    source = torch.randn(1 << 30, device="cuda")
+    source = torch.randn(1 << 30, device=GPU)
     target = torch.empty_like(source)
-    timing = time_contestants({"copy": Work(lambda: target.copy_(source))}, source.device, seconds=1.0)[
-        "copy"
-    ]
+    timing = time_contestants({"copy": Work(lambda: target.copy_(source))}, GPU, seconds=1.0)["copy"]
     yield {"copy_tb_per_s": 2 * source.numel() * 4 / timing.median_ms / 1e9}
 
 
-def in_fp64(functions: HashFunctions, causal: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda q, v: eager(q, v, functions, causal)
-
-
 def check() -> Iterator[Figures]:
-    """Against fp64, as good as eager PyTorch; where rounding decides about a bit there is no truth."""
-    cases = [
-        ((3, 2, 500, 32), False),
-        ((2, 5, 196, 64), False),
-        ((256, 5, 196, 64), False),
-        ((2, 1, 3137, 32), False),
-        ((2, 2, 700, 64), True),
-    ]
-    for shape, causal in cases:
-        functions = draw_functions(shape[1], shape[3])
-        wide = HashFunctions(*(x.double() for x in functions))
+    """Against fp64, at most twice the error of eager PyTorch, and the same in every run."""
+    for shape, causal in CHECKED:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            _, v, grad = draw(shape, dtype)
-            q = steady(shape, dtype, functions)
-            calls = contestants(q, v, functions, causal, True)
-            truth = with_gradients(in_fp64(wide, causal), q.double(), v.double(), grad)
-            errors = {}
-            for name in ("triton", "eager"):
-                results = with_gradients(calls[name], q, v, grad)
-                errors[name] = [error(x, y) for x, y in zip(results, truth, strict=True)]
-            again = with_gradients(calls["triton"], q, v, grad)
-            first = with_gradients(calls["triton"], q, v, grad)
-            equal = all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
-            right = all(x <= 2 * y + 1e-6 for x, y in zip(errors["triton"], errors["eager"], strict=True))
-            row = {"shape": shape, "causal": causal, "dtype": str(dtype), "right": right}
-            yield {**row, "repeats_equal": equal, **errors}
+            setting = Setting(shape, dtype, GPU, causal, backward=True)
+            layer = eco(setting)
+            inputs = heads(setting, layer)
+            contestants = {found.backend: found for found in contestants_of(layer, setting)}
+            rows = {name: checked(found, inputs, setting) for name, found in contestants.items()}
+            errors = {name: row.checked.error for name, row in rows.items() if row.checked}
+            first, again = (work_of(contestants["triton"], inputs, True)() for _ in range(2))
+            right = not any(row.failure for row in rows.values())
+            yield {
+                "shape": shape,
+                "causal": causal,
+                "dtype": str(dtype),
+                "right": right and errors["triton"] <= 2 * errors["eager"] + 1e-6,
+                "repeats_equal": all(map(torch.equal, first, again)),
+                **errors,
+            }
 
 
 def time_shape(shape: Shape, causal: bool, names: tuple[str, ...], backward: bool) -> Figures:
-    """Median milliseconds of each contestant at one shape; no time for what disagrees with eager.
+    """Median milliseconds of each contestant at one shape, after its check.
 
     `ms` is the GPU's work, replayed from a graph; `called_ms` is a plain call from Python.
     """
-    functions = draw_functions(shape[1], shape[3])
-    q, v, grad = draw(shape, torch.bfloat16)
-    calls = contestants(q, v, functions, causal, backward)
+    setting = Setting(shape, torch.bfloat16, GPU, causal, backward, compiled="compiled" in names)
+    layer = eco(setting)
+    inputs = heads(setting, layer)
+    found = [*contestants_of(build_layer("softmax", setting), setting), *contestants_of(layer, setting)]
+    contestants = {each.backend.removeprefix("eager, "): each for each in found}
+    works = {name: work_of(contestants[name], inputs, backward) for name in names}
+    right = {name: checked(contestants[name], inputs, setting) for name in names}
     row: Figures = {"shape": shape, "causal": causal, "backward": backward}
-    truth = eager(q, v, functions, causal) if "eager" in names else None
-    works: dict[str, Work] = {}
-    for name in names:
-        call = calls[name]
-        if backward:
-            works[name] = Work(partial(with_gradients, call, q, v, grad))
-        else:
-            works[name] = Work(partial(call, q, v))
-        if truth is not None and name != "sdpa":
-            off = error(call(q, v).detach(), truth)
-            row[f"{name}_error"] = off
-            if not off < 2e-2:
-                works.pop(name)
-        if name in works:
-            works[name]()
-    # Graphs for all alike: otherwise launches would dominate the time of short kernels.
-    place = capture_place(q.device)
-    graphs = {name: capture(work, *place)[0] for name, work in works.items()}
-    for key, timed in (("ms", graphs), ("called_ms", works)):
-        timings = time_contestants(timed, q.device, seconds=1.0)
+    for key, graphs in (("ms", True), ("called_ms", False)):
+        bench = Bench(GPU, graphs=graphs, memory=False)
+        rows = {name: replace(each) for name, each in right.items()}
+        bench.measure(list(rows.values()), list(works.values()))
+        timings = {name: each.timing for name, each in rows.items() if each.timing}
         row[key] = {name: timing.median_ms for name, timing in timings.items()}
         row[f"{key}_spread"] = {name: [timing.low_ms, timing.high_ms] for name, timing in timings.items()}
+        row |= {f"{name}_error": each.checked.error for name, each in rows.items() if each.checked}
+        row |= {f"{name}_failure": each.failure for name, each in rows.items() if each.failure}
+    row["peak_gb"] = peak_memory_mb(works["triton"], GPU) / 1e3
     # Queries, values and output once; backward also reads them and the gradient and writes two gradients.
-    row["floor_bytes"] = q.numel() * 2 * (3 + 5 * backward)
+    row["floor_bytes"] = inputs[0].numel() * 2 * (3 + 5 * backward)
     return row
 
 
@@ -221,50 +156,44 @@ def tune() -> Iterator[Figures]:
     from ecoformer.backends.triton.tuning import tune as search
 
     for shape in SHAPES:
-        q, v, _ = draw(shape, torch.bfloat16)
-        best = search(
-            q, v, draw_functions(shape[1], shape[3]), BETA, seconds=LIMITS["tune"] / len(SHAPES) - 4
-        )
-        yield {
-            "shape": shape,
-            **{step: {"config": list(config), "pass_ms": taken} for step, (config, taken) in best.items()},
-        }
+        setting = Setting(shape, torch.bfloat16, GPU)
+        layer = eco(setting)
+        q, _, v, _ = heads(setting, layer)
+        seconds = LIMITS["tune"] / len(SHAPES) - 4
+        best = search(q, v, layer.hasher.functions(), BETA, seconds=seconds)
+        steps = {step: {"config": list(config), "pass_ms": taken} for step, (config, taken) in best.items()}
+        yield {"shape": shape} | steps
 
 
 def precision() -> Iterator[Figures]:
     from ecoformer.backends.triton import launch
 
-    shape = SHAPES[0]
-    functions = draw_functions(shape[1], shape[3])
     for dtype in (torch.bfloat16, torch.float32):
-        q, v, _ = draw(shape, dtype)
+        setting = Setting(SHAPES[0], dtype, GPU)
+        layer = eco(setting)
+        functions: HashFunctions = layer.hasher.functions()
+        q, v, _, _ = draw_inputs(setting)  # with codes that depend on rounding
         exact = project(q.double(), HashFunctions(*(x.double() for x in functions))) >= 0
-        bits = torch.arange(BITS, device="cuda")
+        call = fused.Call(q, None, v, None, functions, BETA, False)
         for kind in ("tf32x3", "ieee"):
             launch.HASH_PRECISION = kind
-
-            def call(q: Tensor = q, v: Tensor = v) -> list[Tensor]:
-                return launch.forward(fused.Call(q, None, v, None, functions, BETA, False))[1]
-
-            found = ((call()[0].int().unsqueeze(-1) >> bits) & 1).bool()
-            timing = time_contestants({"forward": Work(call)}, q.device, seconds=1.0)["forward"]
-            by_eager = project(q.float(), functions) >= 0
+            work = Work(partial(launch.forward, call))
+            codes = work()[1][0].int().unsqueeze(-1)
+            found = ((codes >> torch.arange(BITS, device=GPU)) & 1).bool()
             yield {
                 "dtype": str(dtype),
                 "precision": kind,
-                "ms": timing.median_ms,
+                "ms": time_contestants({"forward": work}, GPU, seconds=1.0)["forward"].median_ms,
                 "bits": exact.numel(),
                 "flipped": int((found != exact).sum()),
-                "flipped_by_eager": int((by_eager != exact).sum()),
+                "flipped_by_eager": int(((project(q.float(), functions) >= 0) != exact).sum()),
             }
 
 
 def growth() -> Iterator[Figures]:
     for tokens in GROWTH:
         for backward in (False, True):
-            yield time_shape((1, 8, tokens, 64), False, ("triton",), backward) | {
-                "peak_gb": torch.cuda.max_memory_allocated() / 1e9
-            }
+            yield time_shape((1, 8, tokens, 64), False, ("triton",), backward)
 
 
 def causal_shapes() -> Iterator[Figures]:
