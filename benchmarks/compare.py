@@ -29,7 +29,7 @@ from ecoformer.training.folder import CHANGEABLE
 from ecoformer.training.recipe import Recipe, check_recipe, differences
 
 NO_MATTER = CHANGEABLE - {"optimiser.lr", "optimiser.clip", "precision"}
-"""What a run may be resumed with in another value, but for what its figures depend on."""
+"""Settings that may change on resume and do not affect the figures."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,7 @@ class Run:
         return "-".join(words).translate(str.maketrans(odd))
 
     def changes(self) -> list[str]:
-        """Of the recipe, which forgets its options with another `attention.name`: others have defaults.
-
-        Those of klsh_eco are 16 bits and 25 support samples, as recipes have them for eco.
-        """
+        """Changes to the recipe. Another `attention.name` resets its options to their defaults."""
         name, _, settings = self.mechanism.partition(":")
         options = [f"attention.options.{setting}" for setting in settings.split(",") if setting]
         return [f"attention.name={name}", *options, f"seed={self.seed}", *self.point]
@@ -107,7 +104,7 @@ def _values(grid: str) -> list[str]:
 
 
 def _check(runs: list[Run], options: argparse.Namespace) -> None:
-    """Refuse what would put figures beside names that are not theirs."""
+    """Refuse options that would give runs the wrong names."""
     for change in options.set:
         key = change.partition("=")[0]
         if key in ("attention", "attention.name") or f"{key}.".startswith("attention.options."):
@@ -128,7 +125,7 @@ def _check(runs: list[Run], options: argparse.Namespace) -> None:
 
 
 def _difference(file: Path, recipe: Recipe) -> str | None:
-    """In what a finished run is not what a recipe would make."""
+    """How the recipe of a finished run differs from the one asked for; None if it does not."""
     if not file.is_file():
         return None
     found = check_recipe(json.loads(file.read_text())["recipe"], str(file))

@@ -67,7 +67,7 @@ def measure(method: str, fit_on: Tensor, judge_by: Tensor, seeds: int) -> dict[s
         hasher.fit(fit_on, seed=seed, options=options)
         seconds.append(time.perf_counter() - start)
         quality = hasher.quality(judge_by)
-        # Relative to codes that say nothing, H = 0, so that token sets can be compared.
+        # Relative to H = 0, codes without information, so that token sets can be compared.
         n = judge_by.shape[2]
         objectives.append(quality.objective / (2 * quality.neighbours * n * BITS**2))
         recalls.append(quality.recall)

@@ -21,7 +21,7 @@ TOKENS, DIM, BITS = 1_000_000, 32, 16
 
 
 def run(is_causal: bool) -> None:
-    """Print seconds and peak memory in MB; the inputs and their gradients are counted in."""
+    """Print seconds and peak memory in MB, which includes the inputs and their gradients."""
     torch.set_num_threads(2)
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 2, (2, 1, 1, TOKENS, BITS), generator=generator, dtype=torch.int8)

@@ -97,7 +97,7 @@ class Encoder:
 
 
 def pooled(result: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Mean over the tokens that are no padding, as this model's embeddings are made."""
+    """Mean over the tokens that are not padding, as this model makes its embeddings."""
     mask = batch["attention_mask"].unsqueeze(-1)
     states = result.last_hidden_state
     return F.normalize((states * mask).sum(dim=1) / mask.sum(dim=1), dim=-1)
@@ -184,7 +184,7 @@ def main() -> None:
             names = ("spearman", "same nearest", "same ten nearest", "cosine to the original")
             table.add_row(variant, stage, *(f"{mean(r[name] for r in runs):.3f}" for name in names))
         console.print(table)
-        # After each, because the whole takes an hour on two cores.
+        # After each variant, because all of them take an hour on two cores.
         console.print(f"wrote {write_result(arguments.out, record | {'variants': figures})}")
 
 

@@ -20,7 +20,7 @@ import ecoformer
 
 FORWARDS = 5
 SHOWN = 28
-"""The longest of all kernels."""
+"""How many of the longest kernels are listed."""
 
 
 def build(attention: str, images: torch.Tensor) -> nn.Module:
@@ -35,7 +35,7 @@ def build(attention: str, images: torch.Tensor) -> nn.Module:
 
 
 def kernels(model: nn.Module, images: torch.Tensor) -> tuple[Counter[str], Counter[str]]:
-    """Microseconds of a forward, and calls, by the name of a kernel."""
+    """Microseconds per forward, and calls, by kernel name."""
     compiled = torch.compile(model)
     microseconds: Counter[str] = Counter()
     calls: Counter[str] = Counter()

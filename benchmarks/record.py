@@ -34,15 +34,15 @@ def write_result(name: str, figures: Any) -> Path:
 
 
 def peak_memory_mb() -> float:
-    """Peak memory of this process; unlike ru_maxrss it knows nothing of the parent's."""
+    """Peak memory of this process, without that of its parent, which ru_maxrss includes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def relative(argument: str) -> str:
-    """Files of the project from its root, others by their names: where they lie is nobody's business.
+    """Project files relative to its root, other files by name, so that results hold no machine paths.
 
-    Also those of settings such as data.root=FOLDER.
+    This includes settings such as data.root=FOLDER.
     """
     key, sign, value = argument.rpartition("=")
     path, root = Path(value).resolve(), RESULTS.parent
@@ -52,7 +52,7 @@ def relative(argument: str) -> str:
 
 
 def _commit() -> str:
-    """ECOFORMER_COMMIT, where a copy without its history is run; else what git says."""
+    """From the environment variable ECOFORMER_COMMIT, for copies without history, or from git."""
     if os.environ.get("ECOFORMER_COMMIT"):
         return os.environ["ECOFORMER_COMMIT"]
 
@@ -60,6 +60,6 @@ def _commit() -> str:
         run = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent)
         return run.stdout.strip()
 
-    # Results, and pictures of them, are what a benchmark itself writes.
+    # A benchmark itself writes results and figures.
     changed = git("status", "--porcelain", "--", ".", ":!results", ":!docs/figures")
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-dirty" if changed else "")
