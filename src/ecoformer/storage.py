@@ -25,6 +25,7 @@ FORMAT = 1
 _CONFIG, _CHECKSUM = "ecoformer", "sha256"
 _UNSEALED = b"0" * 64
 """Stands for the checksum while it is computed."""
+_MISSING = object()
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """What json.loads raises, and a lookup in JSON of another shape."""
 
@@ -265,28 +266,27 @@ def _open_envelope(metadata: Any, source: str) -> tuple[dict[str, Any], dict[str
 
 def _differences(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
     """How the tensors differ from those that the model's state names."""
-    found = {
-        "missing": [repr(name) for name in state if name not in tensors],
-        "unexpected": [repr(name) for name in tensors if name not in state],
-    }
-    for name, ours in state.items():
-        if name in tensors and name.rpartition(".")[2] != "_extra_state":  # that may have any size
-            for what, how in _misfit(tensors[name], ours).items():
-                found.setdefault(what, []).append(f"{name!r}{how}")
-    return [_listed(what, names) for what, names in found.items() if names]
+    found: dict[str, list[str]] = {}
+    for name in {**state, **tensors}:
+        what, how = _misfit(name, state.get(name), tensors.get(name, _MISSING))
+        if what:
+            found.setdefault(what, []).append(f"{name!r}{how}")
+    return [_listed(what, names) for what, names in found.items()]
 
 
-def _misfit(theirs: Any, ours: Tensor) -> dict[str, str]:
-    """{what is wrong: how}, or nothing."""
-    if not isinstance(theirs, Tensor):
-        return {"not a tensor": f" {type(theirs).__name__}"}
-    if theirs.is_meta:
-        return {"on the meta device": ""}
+def _misfit(name: str, ours: Tensor | None, theirs: Any) -> tuple[str, str]:
+    """What is wrong with a tensor, and how; empty if nothing is."""
+    if theirs is _MISSING or ours is None:
+        return ("missing" if theirs is _MISSING else "unexpected"), ""
+    if name.rpartition(".")[2] == "_extra_state":  # may have any size
+        return "", ""
+    if not isinstance(theirs, Tensor) or theirs.is_meta:
+        return "without data", f" {type(theirs).__name__}"
     if theirs.shape != ours.shape:
-        return {"of another shape": f" {tuple(theirs.shape)} instead of {tuple(ours.shape)}"}
+        return "of another shape", f" {tuple(theirs.shape)} instead of {tuple(ours.shape)}"
     if _kind(theirs) != _kind(ours):
-        return {"of another kind of number": f" {theirs.dtype} instead of {ours.dtype}"}
-    return {}
+        return "of another kind of number", f" {theirs.dtype} instead of {ours.dtype}"
+    return "", ""
 
 
 def _torn_ties(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:

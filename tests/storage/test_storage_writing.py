@@ -285,7 +285,7 @@ print(cut)
 
 
 def test_killed_in_the_middle_of_a_write(path):
-    command = [sys.executable, "-c", KILLED_WRITER, str(path), "12"]
+    command = [sys.executable, "-c", KILLED_WRITER, str(path), "6"]
     cut = int(subprocess.check_output(command, text=True, timeout=300))
     assert cut > 0, "no child was killed in the middle of a write"
 
@@ -315,7 +315,7 @@ def test_read_while_being_replaced(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE) as replacer:
         replacer.stdout.readline()
         try:
-            for _ in range(400):
+            for _ in range(150):
                 tensors, config = read(target)
                 assert all_bits(tensors) == expected[config["n"]]
                 seen.add(config["n"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from huggingface_hub import ModelHubMixin, constants, hf_hub_download
 from torch import nn
@@ -23,14 +23,13 @@ class HubMixin(
     license="apache-2.0",
     paper_url="https://arxiv.org/abs/2209.09004",
 ):
-    """Adds `from_pretrained`, `save_pretrained` and `push_to_hub`; what travels is what `save` writes."""
+    """Adds `from_pretrained`, `save_pretrained` and `push_to_hub`, with the file that `save` writes."""
 
     def _save_pretrained(self, save_directory: Path) -> None:
-        if not isinstance(self, nn.Module):
-            raise TypeError(f"{type(self).__name__} is no module")
+        model = cast(nn.Module, self)
         # config.json is written from this: classifiers may have been replaced since the model was built.
-        self._hub_mixin_config = current_arguments(self)
-        save(self, save_directory / FILE)
+        self._hub_mixin_config = current_arguments(model)
+        save(model, save_directory / FILE)
 
     @classmethod
     def _from_pretrained(
@@ -45,10 +44,8 @@ class HubMixin(
         map_location: str = "cpu",
         **model_kwargs: Any,
     ) -> Self:
-        folder = Path(model_id)
-        if folder.is_dir():
-            path = folder / FILE
-        else:
+        path = Path(model_id) / FILE
+        if not path.parent.is_dir():
             path = Path(
                 hf_hub_download(
                     repo_id=model_id,
@@ -62,12 +59,12 @@ class HubMixin(
             )
         model = load(path, device=map_location)
         known = _as_json(current_arguments(model) or {})
-        other = [key for key, value in _as_json(model_kwargs).items() if known.get(key, value) != value]
-        if other:
-            raise ValueError(
-                f"{path} holds a model with {other[0]}={known[other[0]]!r}, not {model_kwargs[other[0]]!r}: "
-                "load it as it is and change it then, as with reset_classifier"
-            )
+        for key, value in _as_json(model_kwargs).items():
+            if known.get(key, value) != value:
+                raise ValueError(
+                    f"{path} holds a model with {key}={known[key]!r}, not {value!r}: load it and change it "
+                    "then, as with reset_classifier"
+                )
         if not isinstance(model, cls):
             raise TypeError(
                 f"{path} holds a {type(model).__name__}, not a {cls.__name__}: use ecoformer.load(path)"
@@ -76,11 +73,6 @@ class HubMixin(
 
 
 def _as_json(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Tuples become lists, as in config.json; what JSON cannot hold is left out."""
-    kept = {}
-    for key, value in arguments.items():
-        try:
-            kept[key] = json.loads(json.dumps(value))
-        except (TypeError, ValueError):
-            continue
-    return kept
+    """As config.json gives them back: tuples become lists."""
+    result: dict[str, Any] = json.loads(json.dumps(arguments, default=repr))
+    return result

@@ -103,7 +103,13 @@ class TextEncoder(HubMixin, SharesTokens, nn.Module):
             raise ValueError(f'pool must be "mean" or "none", got {pool!r}')
         self.vocabulary, self.length, self.dim, self.hidden = vocabulary, length, dim, hidden
         self.pooling = pool
-        config = _settings(attention, length, dropout, attn_drop) | (attention_config or {})
+        cls = attention_class(attention)
+        if not cls.supports_padding:
+            raise ValueError(f"{attention} takes no key_padding_mask, but texts of a batch differ in length")
+        config: dict[str, Any] = {"proj_drop": dropout}
+        config |= {"attn_drop": attn_drop} if cls.has_weights else {}
+        config |= {"seq_len": length} if cls.sized_by_tokens else {}
+        config |= attention_config or {}
         self.embedding = nn.Embedding(vocabulary, dim)
         self.positions = nn.Parameter(torch.empty(length, dim))
         self.drop = nn.Dropout(dropout)
@@ -168,7 +174,11 @@ class TextEncoder(HubMixin, SharesTokens, nn.Module):
         _check_tokens(name, tokens, self.vocabulary, self.length)
         if mask is None:
             return tokens == PAD
-        _check_mask(mask_name, mask, name, tokens)
+        if mask.dtype != torch.bool or mask.shape != tokens.shape or mask.device != tokens.device:
+            raise ValueError(
+                f"{mask_name} must be bool {shape(tokens)} on {tokens.device} like {name}, True at "
+                f"padding, got {mask.dtype} {shape(mask)} on {mask.device}"
+            )
         return mask
 
     def _encode(self, tokens: Tensor, mask: Tensor) -> Tensor:
@@ -255,19 +265,6 @@ def lra_retrieval(**kwargs: Any) -> TwoTowerEncoder:
     return TwoTowerEncoder(**kwargs)
 
 
-def _settings(attention: str, length: int, dropout: float, attn_drop: float) -> dict[str, Any]:
-    """What the encoder sets unless `attention_config` does."""
-    cls = attention_class(attention)
-    if not cls.supports_padding:
-        raise ValueError(f"{attention} takes no key_padding_mask, but texts of a batch differ in length")
-    settings: dict[str, Any] = {"proj_drop": dropout}
-    if cls.has_weights:
-        settings["attn_drop"] = attn_drop
-    if cls.sized_by_tokens:
-        settings["seq_len"] = length
-    return settings
-
-
 def _attention(name: str, dim: int, num_heads: int, config: dict[str, Any]) -> Attention:
     attn = create_attention(name, dim, num_heads, **config)
     if attn.local is not None and len(attn.local.sizes) != 1:
@@ -324,13 +321,3 @@ def _readable(tokens: Tensor) -> bool:
     if type(tokens) is not Tensor or tokens.is_meta or not tokens.numel():
         return False
     return not (tokens.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def _check_mask(name: str, mask: Tensor, tokens_name: str, tokens: Tensor) -> None:
-    if mask.dtype != torch.bool or mask.shape != tokens.shape:
-        raise ValueError(
-            f"{name} must be bool {shape(tokens)} like {tokens_name}, True where a token is padding, "
-            f"got {mask.dtype} {shape(mask)}"
-        )
-    if mask.device != tokens.device:
-        raise ValueError(f"{name} is on {mask.device}, {tokens_name} on {tokens.device}: move one of them")

@@ -94,28 +94,21 @@ def register_variants(
     feature_cfg: dict[str, Any],
 ) -> None:
     """Register `ecoformer_<variant>` with timm for every variant, as functions of `module`."""
+    for variant in variants:
 
-    def register(variant: str) -> None:
-        name = f"ecoformer_{variant}"
-
-        def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-            features = dict(feature_cfg)
-            features["out_indices"] = kwargs.pop("out_indices", features["out_indices"])
-            arguments = variants[variant] | kwargs
+        def create(pretrained: bool = False, variant: str = variant, **kwargs: Any) -> nn.Module:
+            indices = kwargs.pop("out_indices", feature_cfg["out_indices"])
             model: nn.Module = build_model_with_cfg(
                 model_class,
-                name,
+                f"ecoformer_{variant}",
                 pretrained,
                 pretrained_filter_fn=filter_fn,
-                feature_cfg=features,
-                **arguments,
+                feature_cfg=feature_cfg | {"out_indices": indices},
+                **variants[variant] | kwargs,
             )
             return model
 
-        create.__name__ = create.__qualname__ = name
+        create.__name__ = create.__qualname__ = f"ecoformer_{variant}"
         create.__module__ = module
         create.__doc__ = f"timm's `{variant}` with another mechanism; see `{model_class.__name__}`."
-        setattr(sys.modules[module], name, register_model(create))
-
-    for variant in variants:
-        register(variant)
+        setattr(sys.modules[module], create.__name__, register_model(create))
