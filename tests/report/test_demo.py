@@ -6,8 +6,9 @@ from ecoformer.report.demo import Demo, run_demo
 
 TINY = (
     "augment.size=32",
+    "schedule.epochs=1",
     "schedule.warmup=0",
-    "data.options.limit=64",
+    "data.options.limit=32",
     "batch=16",
     "hashing.samples=8",
     "model.options.embed_dims=[8, 8, 8, 16]",
