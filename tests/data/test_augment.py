@@ -23,8 +23,7 @@ def seeded(seed):
 
 def raw(images, generator, **kwargs):
     """Augmented pictures, still as bytes."""
-    size = images.shape[-1]
-    found = augment(images, generator, size=size, mean=(0, 0, 0), std=(1, 1, 1), **kwargs) * 255
+    found = augment(images, generator, size=images.shape[-1], mean=(0, 0, 0), std=(1, 1, 1), **kwargs) * 255
     assert (found - found.round()).abs().max() < 1e-3
     return found.round().to(torch.uint8)
 
@@ -51,12 +50,6 @@ def test_crops_and_flips(n, pad, flip, seed):
         crop = padded[:, pad + down : pad + down + 7, pad + right : pad + right + 7]
         crop = crop.flip(-1) if mirrored else crop
         assert torch.equal(result, crop.to(torch.uint8))
-
-
-def test_crops_of_oblong_pictures():
-    images = pictures(40, 5, 9)
-    found = augment(images, seeded(0), size=9, mean=MEAN, std=STD, pad=2)
-    assert found.shape == (40, 3, 9, 9)
 
 
 def test_every_shift_and_flip_occurs():
@@ -124,20 +117,13 @@ def test_same_state_same_pictures():
     assert torch.equal(torch.get_rng_state(), state), "draws come from the generator alone"
 
 
-def test_input_stays_as_it_was():
-    images = pictures()
+def test_input_stays_as_it_was_and_may_be_empty_or_oblong():
+    images = pictures(4, 5, 9)
     before = images.clone()
-    augment(images, seeded(0), size=9, mean=MEAN, std=STD, pad=3, flip=True, erase=1.0)
+    options = {"size": 9, "mean": MEAN, "std": STD, "pad": 2, "flip": True, "erase": 1.0}
+    assert augment(images, seeded(0), **options).shape == (4, 3, 9, 9)
     assert torch.equal(images, before)
-
-
-def test_an_empty_batch():
-    assert augment(pictures(0), seeded(0), size=9, mean=MEAN, std=STD, pad=1, flip=True, erase=1.0).shape == (
-        0,
-        3,
-        9,
-        9,
-    )
+    assert augment(images[:0], seeded(0), **options).shape == (0, 3, 9, 9)
 
 
 @pytest.mark.gpu
@@ -153,12 +139,12 @@ def test_on_a_gpu():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"images": torch.zeros(1, 3, 4, 4)}, r"images must be uint8 \(B, C, H, W\), got torch.float32"),
-        ({"images": pictures()[0]}, r"images must be uint8 \(B, C, H, W\), got torch.uint8 \(3, 9, 9\)"),
-        ({"pad": 9}, r"pad must be at least 0 and less than a side of \(6, 3, 9, 9\), got 9"),
-        ({"erase": 1.5}, "erase must be a probability, from 0 to 1, got 1.5"),
-        ({"size": 0}, "size must be at least 1, got 0"),
-        ({"mean": (0.5,)}, "mean and std must have a number for each of 3 channels"),
+        ({"images": torch.zeros(1, 3, 4, 4)}, r"images .*torch.float32"),
+        ({"images": pictures()[0]}, r"images .*\(3, 9, 9\)"),
+        ({"pad": 9}, r"pad .*\(6, 3, 9, 9\), got 9"),
+        ({"erase": 1.5}, "erase .*got 1.5"),
+        ({"size": 0}, "size .*got 0"),
+        ({"mean": (0.5,)}, "mean and std .*3 channels"),
         ({"std": (0.5, 0.0, 1.0)}, "std above 0"),
     ],
 )

@@ -39,17 +39,13 @@ def test_registering(monkeypatch):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        ({"name": "digit"}, ValueError, "no data set is named 'digit': did you mean 'digits'?"),
+        ({"name": "digit"}, ValueError, "did you mean 'digits'?"),
         ({"name": "zzz"}, ValueError, "known are aan, cifar10"),
         ({"name": "digits", "sise": 3}, TypeError, "digits has no option sise: it takes limit, size"),
-        ({"name": "digits", "limit": 0}, ValueError, "limit must be at least 1, got 0"),
-        ({"name": "digits", "root": "x"}, ValueError, "digits needs no files: leave root='x' out"),
-        ({"name": "imdb"}, ValueError, "imdb needs root, a folder that holds train/pos/"),
-        (
-            {"name": "imdb", "root": "no/where"},
-            FileNotFoundError,
-            "there is no folder no/where; it must hold",
-        ),
+        ({"name": "digits", "limit": 0}, ValueError, "limit must be"),
+        ({"name": "digits", "root": "x"}, ValueError, "root='x'"),
+        ({"name": "imdb"}, ValueError, "root, a folder that holds train/pos/"),
+        ({"name": "imdb", "root": "no/where"}, FileNotFoundError, "no folder no/where; it must hold"),
     ],
 )
 def test_wrong_calls_get_one_line(call, error, message):
@@ -98,14 +94,14 @@ def test_arrays():
     assert len(part) == 6
     assert part[2][0].tolist() == [4, 5]
     assert part.to("meta").inputs.is_meta
-    with pytest.raises(ValueError, match=r"inputs \(2, 2\) and targets \(3,\) must have as many samples"):
+    with pytest.raises(ValueError, match=r"inputs \(2, 2\) and targets \(3,\)"):
         Arrays(torch.zeros(2, 2), torch.zeros(3))
 
 
 def test_splits_check_their_kind():
     with pytest.raises(ValueError, match=r"inputs of kind 'images' have 4 dimensions, got \(6, 2\)"):
         Splits(arrays(), arrays(), "images", 3)
-    with pytest.raises(ValueError, match="kind must be one of images, text, pairs, tokens, got 'sound'"):
+    with pytest.raises(ValueError, match="kind must be"):
         Splits(arrays(), arrays(), "sound", 3)
 
 

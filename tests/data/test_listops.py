@@ -93,9 +93,7 @@ def test_no_list_occurs_twice():
     splits = load("listops", min_length=4, max_length=5, count=3000, test_count=500, depth=2, arguments=3)
     rows = torch.cat([splits.train.inputs, splits.test.inputs])
     assert len(rows.unique(dim=0)) == 3500
-    with pytest.raises(
-        ValueError, match="gave 400 different lists and no more: widen them, or lower count=900"
-    ):
+    with pytest.raises(ValueError, match=r"400 different lists .*count=900"):
         load("listops", min_length=4, max_length=4, count=900, depth=2, arguments=2, test_count=1)
 
 

@@ -69,8 +69,8 @@ def test_no_list_is_in_both_splits():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pairs": 200}, "pairs=200 different keys need at least as many keys, got keys=128"),
-        ({"queries": 33}, "queries=33 must be at most pairs=32"),
+        ({"pairs": 200}, "pairs=200 .*keys=128"),
+        ({"queries": 33}, "queries=33 .*pairs=32"),
         ({"values": 0}, "values must be at least 1, got 0"),
         ({"keys": 40_000}, "keys . values must be below 32768"),
         ({"keys": 512, "joined": True}, r"keys . keys . values, as joined .* below 32768, got keys=512"),

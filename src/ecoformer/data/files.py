@@ -1,4 +1,4 @@
-"""Finding, opening and decoding files that nobody vouches for.
+"""Find, open and decode untrusted files.
 
 A folder may hold loops of links, pipes and devices, and a small file may decode to gigabytes.
 """

@@ -25,16 +25,16 @@ _TEST_SHARE = 10  # one in so many is for testing where the data set has no spli
 def mask_bytes(tokens: Tensor, generator: torch.Generator, rate: float = 0.15) -> tuple[Tensor, Tensor]:
     """Clean token ids (B, N) as inputs and targets (B, N), both int64.
 
-    A share `rate` of a text's bytes is asked for, at least one. As in BERT, the model sees 80 % of them as
+    Selects a share `rate` of the bytes of each text, at least one. As in BERT, the model sees 80 % of them as
     `MASK`, 10 % as a random byte and 10 % unchanged.
 
     Args:
-        tokens: ids that `byte_tokens` makes; padding is never asked for.
+        tokens: ids that `byte_tokens` makes; padding is never selected.
         generator: on the device of `tokens`.
         rate: above 0, at most 1.
 
     Returns:
-        What the model sees; and the bytes, 0 to 255, that are asked for, `IGNORED` elsewhere.
+        What the model sees; and the selected bytes, 0 to 255, `IGNORED` elsewhere.
     """
     if not 0 < rate <= 1:
         raise ValueError(f"rate must be above 0 and at most 1, got {rate}")

@@ -1,4 +1,4 @@
-"""Associative recall: a list of keys and values, then keys whose values are asked for."""
+"""Associative recall: a list of keys and values, then queries: keys whose values are the targets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def recall(
 
     Args:
         pairs: keys of a list, all different.
-        queries: keys asked for, all different, at most `pairs`.
+        queries: different keys whose values are the targets, at most `pairs`.
         keys: number of different keys.
         values: number of different values; a list may hold one twice.
         joined: make a key and its value one token.
@@ -50,7 +50,7 @@ def recall(
     if pairs > keys:
         raise ValueError(f"pairs={pairs} different keys need at least as many keys, got keys={keys}")
     if queries > pairs:
-        raise ValueError(f"queries={queries} must be at most pairs={pairs}: each key is asked for once")
+        raise ValueError(f"queries={queries} must be at most pairs={pairs}: no key is queried twice")
     vocabulary = 1 + keys + (keys * values if joined else values)
     if vocabulary > 2**15:
         tokens = "keys + keys * values, as joined pairs need," if joined else "keys + values"

@@ -1,4 +1,4 @@
-"""What a data set is: a training and a test part, in memory or decoded when asked for."""
+"""A data set: a training and a test part, in memory or decoded on access."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Kind = Literal["images", "text", "pairs", "tokens"]
 
 IGNORED = -100
-"""Target of a token that nothing is asked of."""
+"""Target of a token that has no target."""
 
 MOST_CLASSES = 100_000
 """Most classes that a file may ask for: a model has weights for each."""
@@ -33,7 +33,7 @@ class Arrays:
 
     Attributes:
         inputs: images (N, C, H, W) of uint8, token ids (N, L), or pairs of them (N, 2, L), in a small dtype.
-        targets: classes (N,) of int64; or one for each token (N, L), `IGNORED` where nothing is asked.
+        targets: classes (N,) of int64; or one for each token (N, L), where `IGNORED` is none.
     """
 
     inputs: Tensor
@@ -42,7 +42,7 @@ class Arrays:
     def __post_init__(self) -> None:
         if len(self.inputs) != len(self.targets):
             raise ValueError(
-                f"inputs {shape(self.inputs)} and targets {shape(self.targets)} must have as many samples"
+                f"inputs {shape(self.inputs)} and targets {shape(self.targets)} must have the same length"
             )
 
     def __len__(self) -> int:
@@ -72,9 +72,9 @@ class Arrays:
 
 @dataclass(frozen=True, eq=False)
 class Images(Dataset[tuple["Image.Image", int]]):
-    """Pictures that are decoded when asked for.
+    """Pictures that are decoded on access.
 
-    A file is opened for each picture and closed again, so any number of files and workers will do.
+    Each access opens and closes a file, so there may be any number of files and workers.
 
     Attributes:
         paths: file of each picture.
@@ -114,13 +114,13 @@ class Splits:
     Attributes:
         train: samples to learn from.
         test: samples to measure with.
-        kind: what a sample is; "tokens" asks for a class of some tokens of a text.
-        classes: of a sample, or of a token.
+        kind: what a sample is; "tokens" are texts with a class for some of their tokens.
+        classes: number of classes of a sample, or of a token.
         vocabulary: number of token ids, padding included; 0 for images.
         length: tokens of a row; 0 for images.
         name: name of the data set.
         masked: training samples are clean, and their targets `IGNORED`, until `mask_bytes` draws both for a
-            batch; test samples are masked already, so that all measure with the same ones.
+            batch; test samples are masked once, the same for everyone.
     """
 
     train: Arrays | Images
@@ -153,16 +153,14 @@ def _member_at(path: str, start: int) -> str:
 
 
 def balanced(labels: Tensor, limit: int) -> Tensor:
-    """Indices, in order, of `limit` samples of which classes have equal shares as far as they last.
+    """Sorted indices of `limit` samples, with equal shares of the classes as far as they have samples.
 
-    The choice is a fixed one, spread over all samples.
+    The choice is fixed and spread over all samples.
     """
     if limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    labels = torch.unique(labels.cpu(), return_inverse=True)[
-        1
-    ]  # as many sizes as there are classes among them
+    labels = torch.unique(labels.cpu(), return_inverse=True)[1]  # small numbers, however large the labels
     order = order[labels[order].argsort(stable=True)]
     sizes = labels.bincount()
     starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
@@ -171,7 +169,7 @@ def balanced(labels: Tensor, limit: int) -> Tensor:
 
 
 def limited(part: Arrays | Images, limit: int) -> Arrays | Images:
-    """At most `limit` samples of a part: a fixed choice, its classes balanced."""
+    """At most `limit` samples of a part, see `balanced`."""
     if len(part) <= limit:
         return part
     labels = torch.zeros(len(part), dtype=torch.int64) if part.labels is None else part.labels
