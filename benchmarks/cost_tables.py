@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ecoformer.report.tables import STATUSES
+
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 Table = list[list[str]]
-HOW = ("paper", "exact", "cpu")
+KINDS = {"paper": ("mul", "add"), "exact": ("mul", "add", "exp", "bytes"), "cpu": ("mul", "add", "lookup")}
+HOW = tuple(KINDS)
 LINES = (
     "patch embeddings",
     "projections",
@@ -23,13 +26,6 @@ LINES = (
     "head",
     "copies, mean over tokens",
 )
-STATUSES = {
-    "equal": "ours is the printed figure, to its last digit",
-    "differs": "ours is different, and we do not know why",
-    "open": "the paper leaves settings open: ours are named below the table",
-    "slip": "the print contradicts itself or its own rule; ours is what the rule gives",
-    "not ours": "accuracy, throughput and areas: printed only",
-}
 
 
 def cost_totals() -> Table:
@@ -55,20 +51,15 @@ def cost_savings() -> Table:
 def cost_lines() -> Table:
     """Hashed attention line by line."""
     figures = _figures("accounting")["eco"]
-    kinds = {
-        "paper": ("mul", "add"),
-        "exact": ("mul", "add", "exp", "bytes"),
-        "cpu": ("mul", "add", "lookup"),
-    }
     lines = {line["line"]: line for line in figures["lines"]}
     if set(lines) != set(LINES):
         raise ValueError(f"results/accounting.json has other lines than the table: {set(lines) ^ set(LINES)}")
     lines["total"] = {how: figures[how]["total"] for how in HOW}
     rows = [
-        [name, *_millions(*(lines[name][how][kind] for how in HOW for kind in kinds[how]))]
+        [name, *_millions(*(lines[name][how][kind] for how in HOW for kind in KINDS[how]))]
         for name in (*LINES, "total")
     ]
-    head = ["line", *(f"{how} {kind}" if kind == "mul" else kind for how in HOW for kind in kinds[how])]
+    head = ["line", *(f"{how} {kind}" if kind == "mul" else kind for how in HOW for kind in KINDS[how])]
     return [head, *rows]
 
 
@@ -84,10 +75,8 @@ def cost_native() -> Table:
 def cost_cells() -> Table:
     """How the cells of the paper's tables come out."""
     counts = _figures("accounting")["tables"]
-    return [
-        ["status", "cells", ""],
-        *([name, str(counts.get(name, 0)), why] for name, why in STATUSES.items()),
-    ]
+    rows = [[name, str(counts.get(name, 0)), meaning] for name, meaning in STATUSES.items()]
+    return [["status", "cells", "meaning"], *rows]
 
 
 def bitfusion_table() -> Table:
