@@ -16,7 +16,6 @@ import ecoformer
 from ecoformer.accounting import Ledger, sweep
 from ecoformer.accounting.cpu_kernels import kernel_counts
 from ecoformer.attention import Attention, HashedAttention
-from ecoformer.cli import main
 from ecoformer.hashing import KernelHasher
 from ecoformer.models.text import TextEncoder
 from ecoformer.operations import Counts
@@ -208,31 +207,3 @@ def test_mistakes(arguments: dict[str, Any], message: str) -> None:
 
     with pytest.raises(ValueError, match=message):
         sweep(never, "resolution", [64], **arguments)
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def command(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ecoformer", "cost", "pvt_v2_b0", "--resolution", "64", *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return (int(end.value.code or 0), *capsys.readouterr())
-
-    return command
-
-
-def test_on_the_command_line(run: Any) -> None:
-    on_cpu = ("--accounting", "exact", "--backend", "cpu")
-    _, out, _ = run(*on_cpu, "--attention", "eco")
-    assert out.startswith("PyramidVisionTransformerV2, exact accounting, cpu backend, energy fp32-45nm: ")
-    assert " lookup " in out.splitlines()[1]
-    status, out, _ = run(*on_cpu, "--compare", "softmax,eco", "--set", "sigma=input")
-    assert status == 0
-    assert 'counted as eager (eco): stages.0.blocks.0.attn.attention (sigma="input"), ' in out
-    _, out, _ = run(*on_cpu, "--attention", "eco", "--sweep", "bits=8,16", "--json")
-    few, many = json.loads(out)
-    assert 0 < few["lookup"] < many["lookup"]
-    status, out, err = run("--attention", "eco", "--backend", "cpu")
-    assert (status, out) == (1, "")
-    assert err.count("\n") == 1
-    assert "backend=" in err

@@ -77,6 +77,7 @@ def test_tokens_of_a_text_model(run, tmp_path):
     [
         (("cost", "pvt_v2_b0", "--attention", "ecoo"), "did you mean 'eco'?"),
         (("cost", "pvt_v2_b0", "--accounting", "rough"), 'must be "paper" or "exact"'),
+        (("cost", "pvt_v2_b0", "--backend", "cpu"), 'needs accounting="exact"'),
         (("cost", "pvt_v2_b0", "--energy", "fp99"), "energy must be one of fp16-45nm"),
         (("cost", "pvt_v2_b0", "--attention", "eco", "--compare", "eco"), "exclude each other"),
         (("cost", "pvt_v2_bo"), "did you mean pvt_v2_b"),
@@ -122,6 +123,14 @@ def test_simulated(run):
     assert json.loads(run("simulate", "layer", "eco", "--json")[1])["cycles"] == pytest.approx(
         4.24e6, rel=1e-3
     )
+
+
+def test_the_cpu_backend(run):
+    on_cpu = ("cost", "pvt_v2_b0", "--resolution", "64", "--accounting", "exact", "--backend", "cpu")
+    out = run(*on_cpu, "--compare", "softmax,eco", "--set", "sigma=input")[1]
+    assert 'counted as eager (eco): stages.0.blocks.0.attn.attention (sigma="input"), ' in out
+    few, many = json.loads(run(*on_cpu, "--attention", "eco", "--sweep", "bits=8,16", "--json")[1])
+    assert 0 < few["lookup"] < many["lookup"]
 
 
 def test_what_is_not_counted_is_named_below_the_table(run):
