@@ -219,11 +219,8 @@ def _laid_out(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """A convolution's result in the layout of real devices, on which later copies depend."""
     if not out.is_meta:
         return out
-    return out.contiguous(memory_format=suggest_memory_format(x if _channels_last(x) else weight))
-
-
-def _channels_last(x: Tensor) -> bool:
-    return suggest_memory_format(x) != torch.contiguous_format
+    channels_last = suggest_memory_format(x) != torch.contiguous_format
+    return out.contiguous(memory_format=suggest_memory_format(x if channels_last else weight))
 
 
 @cache

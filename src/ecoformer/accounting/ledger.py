@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal
@@ -93,12 +94,7 @@ class Ledger:
 
     def to_csv(self) -> str:
         """One line per layer."""
-        text = io.StringIO()
-        names = ["name", "kind", "part", *KINDS, "energy_pj"]
-        writer = csv.DictWriter(text, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self._flat(row) for row in self.rows)
-        return text.getvalue()
+        return csv_text(["name", "kind", "part", *KINDS, "energy_pj"], map(self._flat, self.rows))
 
     def __str__(self) -> str:
         used = [kind for kind in KINDS if getattr(self.total, kind)]
@@ -177,6 +173,15 @@ def cost(
         backend or "eager",
         () if kernels is None else tuple(f"{name} ({why})" for name, why in kernels.refused.items()),
     )
+
+
+def csv_text(names: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """Rows as CSV, with these columns."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(names), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def check_accounting(accounting: str, backend: str | None) -> None:

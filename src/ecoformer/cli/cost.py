@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Iterable
 from functools import partial
@@ -15,6 +13,7 @@ from torch import nn
 
 from ecoformer.accounting import Ledger, Point, sweep
 from ecoformer.accounting import cost as cost_of
+from ecoformer.accounting.ledger import csv_text
 from ecoformer.accounting.sweeps import INPUTS, NATIVE
 from ecoformer.cli.console import plain_console
 from ecoformer.cli.settings import (
@@ -139,11 +138,7 @@ def _print(rows: list[tuple[dict[str, Any], Ledger]], as_json: bool, as_csv: boo
         typer.echo(json.dumps(compared or summaries, indent=2))
         return
     if as_csv:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, list(summaries[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(summaries)
-        typer.echo(text.getvalue(), nl=False)
+        typer.echo(csv_text(summaries[0], summaries), nl=False)
         return
     unit = _unit(ledger for _, ledger in rows)
     keys = ["attention", *(key for key in rows[0][0] if key != "attention")]

@@ -151,15 +151,14 @@ def model(
 
     Example: `ecoformer simulate model pvt_v2_b0 --compare softmax,eco --resolution 224`
     """
-    chosen, widths, runs = _array(array), _bits(bits), []
-    both = (widths["activation_bits"], widths["weight_bits"])
+    chosen, (values, weights), runs = _array(array), _bits(bits).values(), []
     size = {"resolution": resolution} if tokens is None else {"tokens": tokens}
     if sweep is not None and sweep.partition("=")[0].strip() == "tokens" and tokens is None:
         size = {"tokens": 1}
     for mechanism in mechanisms_in(attention, compare):
         for about, sizes in swept(sweep, {**size, "batch": batch}):
             built, example = counted_model(name, mechanism, **sizes)
-            result = simulate_model(built, example, bits=both, code_bits=code_bits, array=chosen)
+            result = simulate_model(built, example, bits=(values, weights), code_bits=code_bits, array=chosen)
             runs.append(Run({"attention": mechanism or NATIVE} | about, result.total, result.to_dict()))
     show(runs, as_json, figure, many=sweep is not None or compare is not None)
 

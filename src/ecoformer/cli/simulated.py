@@ -97,13 +97,9 @@ def _side_by_side(runs: Sequence[Run]) -> None:
     for run in runs:
         total = run.total
         about = [value if isinstance(value, str) else f"{value:,}" for value in run.about.values()]
-        time = (
-            f"{total.cycles:,}",
-            f"{total.stall_cycles / total.cycles:.0%}",
-            f"{total.latency_s * 1e3:.4g}",
-        )
-        energy = (f"{total.energy_nj / 1e6:.4g}", f"{total.energy.dram / total.energy_nj:.0%}")
-        table.add_row(*about, *time, *energy)
+        stalls, dram = total.stall_cycles / total.cycles, total.energy.dram / total.energy_nj
+        time = (f"{total.cycles:,}", f"{stalls:.0%}", f"{total.latency_s * 1e3:.4g}")
+        table.add_row(*about, *time, f"{total.energy_nj / 1e6:.4g}", f"{dram:.0%}")
     plain_console().print(table)
     _left_out(runs)
 

@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from ecoformer.cli.console import plain_console
+from ecoformer.cli.settings import exclude
 from ecoformer.report.tables import STATUSES, Cell, PaperTable, list_tables, paper_table, tables_csv
 
 _MARKS = {"equal": "=", "differs": "≠", "open": "~", "slip": "!", "not ours": ""}
@@ -38,8 +39,7 @@ def tables(
 
     Example: `ecoformer tables imagenet_main`
     """
-    if as_json and as_csv:
-        raise ValueError("--json and --csv exclude each other")
+    exclude(("--json", as_json), ("--csv", as_csv))
     found = [paper_table(each) for each in ([name] if name is not None else list_tables())]
     if as_json:
         typer.echo(json.dumps([table.to_dict() for table in found], indent=2))

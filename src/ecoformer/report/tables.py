@@ -7,13 +7,12 @@ CIFAR-100 count a head of 100 classes: with 1000, two of their energies come out
 
 from __future__ import annotations
 
-import csv
 import difflib
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ecoformer.accounting.ledger import csv_text
 from ecoformer.report.expected import NOTES, OPEN, SLIPS
 from ecoformer.report.ours import OURS, Row
 from ecoformer.report.rows import printed_rows
@@ -137,13 +136,9 @@ def paper_table(name: str) -> PaperTable:
 
 def tables_csv(tables: list[PaperTable]) -> str:
     """One line per cell."""
-    text = io.StringIO()
     names = ["table", "row", "column", "printed", "ours", "difference", "status", "note"]
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    for table in tables:
-        writer.writerows({"table": table.name} | cell.to_dict() for cell in table.cells)
-    return text.getvalue()
+    rows = ({"table": table.name} | cell.to_dict() for table in tables for cell in table.cells)
+    return csv_text(names, rows)
 
 
 def _cell(table: str, row: Row, column: str, text: str, ours: float | None) -> Cell:
