@@ -9,7 +9,6 @@ import json
 import os
 import re
 import tarfile
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,17 +96,15 @@ def webdataset(
 
 def expand_braces(pattern: str) -> list[str]:
     """`a-{08..10}.tar` as a-08.tar, a-09.tar, a-10.tar; a pattern without such ranges is itself."""
-    pieces = re.split(r"\{(\d+)\.\.(\d+)\}", pattern)
-    counts = []
-    total = 1
-    for first, last in zip(pieces[1::3], pieces[2::3], strict=True):
-        numbers = range(int(first), int(last) + 1)
-        total *= len(numbers)
-        if not 0 < total <= _MOST_SHARDS:
-            raise ValueError(f"{{{first}..{last}}} in {pattern!r} must count up, to {_MOST_SHARDS:,} at most")
-        counts.append([f"{n:0{len(first)}d}" for n in numbers])
-    template = "{}".join(piece.replace("{", "{{").replace("}", "}}") for piece in pieces[::3])
-    return [template.format(*numbers) for numbers in product(*counts)]
+    found = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
+    if found is None:
+        return [pattern]
+    rests = expand_braces(pattern[found.end() :])
+    first, last = int(found[1]), int(found[2])
+    if not 0 < (last - first + 1) * len(rests) <= _MOST_SHARDS:
+        raise ValueError(f"{found[0]} in {pattern!r} must count up, to {_MOST_SHARDS:,} shards at most")
+    numbers = [f"{n:0{len(found[1])}d}" for n in range(first, last + 1)]
+    return [pattern[: found.start()] + number + rest for number in numbers for rest in rests]
 
 
 def _shards(root: Path, pattern: str) -> list[str]:

@@ -83,13 +83,7 @@ def masked_bytes(root: Path, *, length: int = 1024, rate: float = 0.15, seed: in
 
 @register_dataset("masked_sample")
 def masked_sample(*, length: int = 256, rate: float = 0.15, seed: int = 0) -> Splits:
-    """Masked bytes of about 70 kB of English that scikit-learn ships; every tenth stretch is for testing.
-
-    Args:
-        length: bytes of a stretch.
-        rate: share of bytes that are hidden.
-        seed: of what is hidden when testing.
-    """
+    """`masked_bytes` of 70 kB of English that scikit-learn ships; every tenth stretch is for testing."""
     stretches = _stretches(sample_text(), length)
     in_test = torch.arange(len(stretches)) % _TEST_SHARE == 0
     return _masked(stretches[~in_test], stretches[in_test], rate, seed)
