@@ -1,5 +1,6 @@
 """Pictures in folders and in tar shards: found, numbered and decoded; damage is named in one line."""
 
+import gzip
 import io
 import json
 import os
@@ -65,14 +66,11 @@ def test_val_goes_before_test(folder):
     assert load("imagefolder", folder).test.labels.tolist() == [0]
 
 
-def test_grey_and_palette_become_rgb(folder):
+def test_grey_and_palette_become_rgb_and_limits_hold(folder):
     put(folder / "val/cat/2.png", encoded(0, mode="L"))
     put(folder / "val/cat/3.gif.png", encoded(0, mode="P"))
     test = load("imagefolder", folder).test
     assert [test[i][0].mode for i in range(2)] == ["RGB", "RGB"]
-
-
-def test_limit_of_folders(folder):
     some = load("imagefolder", folder, limit=2).train
     assert some.labels.tolist() == [0, 1]
     assert same(some[0][0], 2)
@@ -174,57 +172,44 @@ def test_an_empty_shard_beside_full_ones(shards, empty):
     assert splits.classes == 4
 
 
-def broken(shards, how):
-    path = shards / "val-0.tar"
-    whole = path.read_bytes()
-    end = len(whole.rstrip(b"\0"))
-    entries = {
-        "no label": [("k.png", encoded(0))],
-        "json without label": [("k.png", encoded(0)), ("k.json", b"{}")],
-        "no picture": [("k.cls", b"1")],
-        "label is no number": [*sample("k", 0, 0)[1:], ("k.cls", b"cat")],
-        "label is a float": [*sample("k", 0, 0)[1:], ("k.json", b'{"label": 1.5}')],
-        "negative": sample("k", 0, -1),
-        "two labels": [*sample("k", 0, 1), ("k.json", b'{"label": 2}')],
-        "two pictures": [*sample("k", 0, 1), ("k.jpg", b"")],
-        "bad json": [*sample("k", 0, 0)[1:], ("k.json", b"{")],
-        "empty": [],
-    }
-    if how in entries:
-        tar(path, entries[how])
-    elif how == "cut within":
-        path.write_bytes(whole[: end - 20])
-    elif how == "cut between":
-        path.write_bytes(whole[:1024])  # the label's header and data, no picture, no end
-    elif how == "compressed":
-        import gzip
+PICTURE = ("k.png", encoded(0))
+DAMAGE = {
+    "'k' lacks a label": [PICTURE],
+    "'k' lacks a label, KEY.cls": [PICTURE, ("k.json", b"{}")],
+    "'k' lacks a picture": [("k.cls", b"1")],
+    "'k.cls' holds no label": [PICTURE, ("k.cls", b"cat")],
+    "'k.json' holds no label": [PICTURE, ("k.json", b"{")],
+    "'k.json' holds the label '1.5'": [PICTURE, ("k.json", b'{"label": 1.5}')],
+    "'k.cls' holds the label '-1'": [PICTURE, ("k.cls", b"-1")],
+    "'k' has two labels, 1 and 2": [PICTURE, ("k.cls", b"1"), ("k.json", b'{"label": 2}')],
+    "'k' has two pictures": [PICTURE, ("k.cls", b"1"), ("k.jpg", b"")],
+    "hold no samples": [],
+}
 
-        path.write_bytes(gzip.compress(whole))
-    elif how == "header":
-        path.write_bytes(whole[:1024] + b"x" * 512 + whole[1536:])
+
+@pytest.mark.parametrize("message", DAMAGE)
+def test_wrong_samples_are_named(shards, message):
+    tar(shards / "val-0.tar", DAMAGE[message])
+    refused(shards, message)
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("damage", "message"),
     [
-        ("no label", "the sample 'k' lacks a label, KEY.cls or KEY.json"),
-        ("json without label", "the sample 'k' lacks a label"),
-        ("no picture", "the sample 'k' lacks a picture"),
-        ("label is no number", "'k.cls' holds no label"),
-        ("label is a float", "'k.json' holds the label '1.5'"),
-        ("negative", "'k.cls' holds the label '-1'"),
-        ("two labels", "the sample 'k' has two labels, 1 and 2"),
-        ("two pictures", "the sample 'k' has two pictures"),
-        ("bad json", "'k.json' holds no label"),
-        ("empty", "hold no samples"),
-        ("cut within", "is cut short within 'v.png'"),
-        ("cut between", "is cut short or damaged: byte 1024"),
-        ("compressed", "is not a plain tar"),
-        ("header", "is cut short or damaged: byte 1024"),
+        (lambda tar: tar[: len(tar.rstrip(b"\0")) - 20], "cut short within 'v.png'"),
+        (lambda tar: tar[:1024], "byte 1024"),  # the label's header and data, no picture, no end
+        (lambda tar: tar[:1024] + b"x" * 512 + tar[1536:], "byte 1024"),
+        (gzip.compress, "not a plain tar"),
     ],
+    ids=["within", "between", "header", "compressed"],
 )
-def test_damaged_shards(shards, how, message):
-    broken(shards, how)
+def test_damaged_shards(shards, damage, message):
+    path = shards / "val-0.tar"
+    path.write_bytes(damage(path.read_bytes()))
+    refused(shards, message)
+
+
+def refused(shards, message):
     with pytest.raises(ValueError, match=r"val-0\.tar") as caught:
         load("webdataset", shards)
     assert message in str(caught.value)

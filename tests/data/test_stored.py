@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ecoformer.data import Arrays, Images, Splits, load, store
+from ecoformer.data import Images, Splits, load, store
 from ecoformer.storage import CheckpointError, write
 
 SETS = {
@@ -25,13 +25,6 @@ def test_round_trip(name, tmp_path):
             assert getattr(ours, field).dtype == getattr(theirs, field).dtype
     for field in ("kind", "classes", "vocabulary", "length", "name", "masked"):
         assert getattr(again, field) == getattr(splits, field)
-
-
-def test_pairs(tmp_path):
-    part = Arrays(torch.arange(12, dtype=torch.int16).view(2, 2, 3), torch.tensor([0, 1]))
-    again = load("stored", store(Splits(part, part, "pairs", 2, 12, 3, "mine"), tmp_path))
-    assert torch.equal(again.test.inputs, part.inputs)
-    assert again.kind == "pairs"
 
 
 def test_files_of_two_calls(tmp_path):

@@ -54,13 +54,6 @@ def test_reviews_are_cut_at_4000_bytes_of_4096(reviews):
         load("imdb", reviews, length=100, cut=101)
 
 
-def test_a_part_is_missing(reviews):
-    for file in (reviews / "aclImdb/test/pos").glob("*.txt"):
-        file.unlink()
-    with pytest.raises(FileNotFoundError, match=r"test/pos/\*\.txt"):
-        load("imdb", reviews)
-
-
 def test_dtypes_of_bytes():
     texts = [b"a" * 4000, b"b" * 1000]
     found = byte_tokens(texts, 4096, cut=4000, dtype=torch.int16)
