@@ -24,7 +24,9 @@ NAMES = ("eager", *dict.fromkeys(name for names in PREFERRED.values() for name i
 class _Request(threading.local):
     """The backend that `use_backend` asks for, in each thread. `torch.compile` guards on it."""
 
-    name: str | None = None
+    def __init__(self) -> None:
+        # Runs once per thread. PyTorch 2.6 would compile the value of a class attribute instead.
+        self.name: str | None = None
 
 
 _request = _Request()
