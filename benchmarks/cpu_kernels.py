@@ -45,7 +45,7 @@ from ecoformer.backends import cpu, fused, hashing
 f = hashing.HashFunctions(torch.ones(1, 1, 8), torch.zeros(1, 1), torch.ones(1), torch.ones(1, 1, 8))
 x = torch.ones(1, 1, 1, 8)
 start = time.perf_counter()
-cpu.forward(fused.Call(x, None, x, None, f, 16.0, False))
+cpu.forward(fused.FusedCall.simple(x, x, f))
 print(time.perf_counter() - start)
 """
 

@@ -9,8 +9,6 @@ running one has.
     ceilings    bandwidth of a copy on the device
     check       outputs and gradients against fp64, bf16 / fp16 / fp32, both orders
     time        the shapes, with the block sizes in the package
-    tune        search for better ones; FOLDER/cache/triton.json keeps them
-    tuned       the shapes again, with these
     precision   products of fp32 matrices: "tf32x3" against "ieee", time and flipped bits
     growth      65,536 to 1,048,576 tokens x 8 heads x 64 channels
     causal      the same in causal order, shorter
@@ -41,7 +39,6 @@ import torch
 from record import write_result
 from torch import Tensor
 
-from ecoformer.arguments import bias_value
 from ecoformer.backends import fused
 from ecoformer.backends.hashing import HashFunctions, project
 from ecoformer.benchmarking import Work, time_contestants
@@ -57,7 +54,6 @@ from ecoformer.benchmarking.measuring import Bench, peak_memory_mb
 
 GPU = torch.device("cuda")
 BITS = 16
-BETA = float(bias_value("paper", BITS))
 SHAPES = [(256, 1, 3136, 32), (32, 1, 3136, 32), (256, 5, 196, 64), (1, 8, 262144, 64)]
 CHECKED = [
     ((3, 2, 500, 32), False),
@@ -68,7 +64,7 @@ CHECKED = [
 ]
 GROWTH = [65_536 << k for k in range(5)]
 LIMITS = {
-    "ceilings": 60, "check": 120, "time": 150, "tune": 200, "tuned": 120, "precision": 60, "growth": 90,
+    "ceilings": 60, "check": 120, "time": 150, "precision": 60, "growth": 90,
     "causal": 90, "tests": 420,
 }  # fmt: skip
 
@@ -152,19 +148,6 @@ def time_shapes() -> Iterator[Figures]:
             yield time_shape(shape, False, names, backward)
 
 
-def tune() -> Iterator[Figures]:
-    from ecoformer.backends.triton.tuning import tune as search
-
-    for shape in SHAPES:
-        setting = Setting(shape, torch.bfloat16, GPU)
-        layer = eco(setting)
-        q, _, v, _ = heads(setting, layer)
-        seconds = LIMITS["tune"] / len(SHAPES) - 4
-        best = search(q, v, layer.hasher.functions(), BETA, seconds=seconds)
-        steps = {step: {"config": list(config), "pass_ms": taken} for step, (config, taken) in best.items()}
-        yield {"shape": shape} | steps
-
-
 def precision() -> Iterator[Figures]:
     from ecoformer.backends.triton import launch
 
@@ -174,7 +157,7 @@ def precision() -> Iterator[Figures]:
         functions: HashFunctions = layer.hasher.functions()
         q, v, _, _ = draw_inputs(setting)  # with codes that depend on rounding
         exact = project(q.double(), HashFunctions(*(x.double() for x in functions))) >= 0
-        call = fused.Call(q, None, v, None, functions, BETA, False)
+        call = fused.FusedCall.simple(q, v, functions)
         for kind in ("tf32x3", "ieee"):
             launch.HASH_PRECISION = kind
             work = Work(partial(launch.forward, call))
@@ -203,7 +186,7 @@ def causal_shapes() -> Iterator[Figures]:
 
 
 PHASES: dict[str, Callable[[], Iterator[Figures]]] = {
-    "ceilings": ceilings, "check": check, "time": time_shapes, "tune": tune, "tuned": time_shapes,
+    "ceilings": ceilings, "check": check, "time": time_shapes, 
     "precision": precision, "growth": growth, "causal": causal_shapes,
 }  # fmt: skip
 
@@ -234,7 +217,7 @@ def table(figures: Figures) -> str:
     copy = figures.get("ceilings", {}).get("rows") or [{}]
     bandwidth = copy[0].get("copy_tb_per_s")
     lines = []
-    for phase in ("time", "tuned", "growth", "causal"):
+    for phase in ("time", "growth", "causal"):
         for row in figures.get(phase, {}).get("rows", []):
             ms = row["ms"]
             floor = row["floor_bytes"] / bandwidth / 1e9 if bandwidth else float("nan")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecoformer import hash_attention, pack_codes, reference, sign_ste, unpack_codes
-from ecoformer.functional import bias_value
+from ecoformer.affinity import Affinity
 
 BIASES = ("paper", "tight", "official")
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -50,7 +50,7 @@ def whole_number_result(x, mask, is_causal, bias):
     if mask is not None:
         seen = seen * ~mask.unsqueeze(-2)
         v = v * ~mask.unsqueeze(-1)
-    affinity, beta = (q @ k.mT) * seen, bias_value(bias, q.shape[-1])
+    affinity, beta = (q @ k.mT) * seen, Affinity.of(bias, q.shape[-1]).constant(q.shape[-1])
     numerator = affinity @ v + beta * (v if bias == "official" else seen @ v)
     denominator = (affinity + beta * seen).sum(dim=-1, keepdim=True)
     assert numerator.abs().max() < 2**24, "the test must stay where fp32 counts every integer"
@@ -110,7 +110,7 @@ def test_opposite_codes_lose_no_more_than_the_condition_of_the_sum(
     k = torch.ones(1, 1, 1000, bits)
     v = make_inputs(1, 1, n=1000, dtype=torch.float32).v.abs()
     ours, truth = hash_attention(-k, k, v, is_causal=is_causal), ground_truth(-k, k, v, is_causal=is_causal)
-    beta = bias_value("paper", bits)
+    beta = Affinity.paper(bits).constant(bits)
     condition = (beta + bits) / (beta - bits)
     assert (ours - truth).abs().max() <= 4 * torch.finfo(v.dtype).eps * condition * v.max()
 
@@ -132,7 +132,7 @@ def test_autocast_changes_nothing(is_causal, bias, make_inputs):
     plain = hash_attention(*x, is_causal=is_causal, bias=bias)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = hash_attention(*x, is_causal=is_causal, bias=bias)
-        gradients = x.gradients(cast, weight)
+    gradients = x.gradients(cast, weight)
     assert cast.dtype == torch.float32
     assert torch.equal(cast, plain)
     assert all(map(torch.equal, gradients, x.gradients(plain, weight)))

@@ -12,69 +12,34 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.export import Dim, export
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from ecoformer import hash_attention, pack_codes, sign_ste, unpack_codes
-from ecoformer.backends import Plain, Registered
+from ecoformer import Affinity, hash_attention, pack_codes, sign_ste, unpack_codes
+from ecoformer.backends import eager
 
 OPS = torch.ops.ecoformer
-OPTIONS = [{"is_causal": c, "bias": b} for c, b in product([False, True], ["paper", "tight", "official"])]
-EVERY_OPTION = pytest.mark.parametrize(
-    "options", OPTIONS, ids=[f"{'causal' if o['is_causal'] else 'full'}-{o['bias']}" for o in OPTIONS]
-)
-LIGHT_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
-PACKED = pytest.mark.parametrize("packed", [False, True], ids=["signs", "packed"])
+KINDS = {
+    "paper": {"bias": "paper"},
+    "official": {"bias": "official"},
+    "groups": {"affinity": Affinity(1, 0.9)},
+}
+OPTIONS = {
+    f"{'causal' if causal else 'full'}-{kind}": {"is_causal": causal, **given}
+    for causal, (kind, given) in product([False, True], KINDS.items())
+}
+EVERY_OPTION = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 MASKED = pytest.mark.parametrize("masked", [False, True], ids=["bare", "masked"])
 
 
-def operator_arguments(x, mask, packed):
-    """(operator, its arguments) for all four, with and without their optional tensors."""
-    bits = x.codes_q.shape[-1]
-    q, k = (pack_codes(c.detach()) if packed else c for c in x[:2])
-    state = Registered.code_sums(k, x.v, mask, bits).detach().requires_grad_()
-    own = torch.randn_like(x.v).requires_grad_()
-    yield OPS.code_sums.default, (k, x.v, mask, bits)
-    for reverse in (False, True):
-        yield OPS.causal_product.default, (x.codes_q, x.codes_k, x.v.to(x.codes_q.dtype), reverse)
-    for bias_values in (None, own):
-        yield OPS.code_read.default, (q, state, bias_values, bits, 32.0, x.v.dtype)
-    for before, own_value in product((None, state), (False, True)):
-        yield OPS.causal_read.default, (q, k, x.v, mask, before, bits, 32.0, own_value)
-
-
-def test_opcheck(make_inputs, make_mask):
-    x = make_inputs(2, 3, n=5, dim=4, dtype=torch.float32).requires_grad()
-    calls = dict(operator_arguments(x, make_mask(2, 3, 5), packed=False))
-    assert len(calls) == 4
-    for operator, arguments in calls.items():
-        torch.library.opcheck(operator, arguments)
-
-
-@PACKED
-@MASKED
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_opcheck_of_optional_arguments(dtype, masked, packed, make_inputs, make_mask):
-    x = make_inputs(2, 3, n=5, dim=4, dtype=dtype).requires_grad()
-    for operator, arguments in operator_arguments(x, make_mask(2, 3, 5) if masked else None, packed):
-        torch.library.opcheck(operator, arguments, test_utils=LIGHT_CHECKS)
-
-
-@pytest.mark.parametrize("order", [(0, 2, 3, 1), (3, 1, 2, 0), (2, 1, 0, 3)], ids=str)
-def test_opcheck_of_odd_layouts(order, make_inputs):
-    x = make_inputs(2, 3, n=5, dim=4, dtype=torch.float32)
-    back = sorted(range(4), key=order.__getitem__)
-    odd = type(x)(*(t.permute(order).contiguous().permute(back) for t in x))
-    for operator, arguments in operator_arguments(odd, None, packed=False):
-        torch.library.opcheck(operator, arguments, test_utils=LIGHT_CHECKS)
-
-
-@PACKED
-@MASKED
-def test_gradients_of_each_operator(masked, packed, make_inputs, make_mask):
-    x = make_inputs(2, 1, n=4, dim=2, bits=3).requires_grad()
-    # A state of no keys at all has a step at its count, so every sample keeps a key here.
-    mask = make_mask(2, 1, 4).logical_and(torch.arange(4) > 0) if masked else None
-    for operator, arguments in operator_arguments(x, mask, packed):
-        gradcheck(operator, arguments)
-        gradgradcheck(operator, arguments)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_causal_product_is_a_proper_operator(dtype, reverse, make_inputs):
+    x = make_inputs(2, 3, n=5, dim=4, bits=3, dtype=dtype).requires_grad()
+    arguments = (*x, reverse)
+    torch.library.opcheck(OPS.causal_product.default, arguments)
+    if dtype == torch.float64:
+        gradcheck(OPS.causal_product.default, arguments)
+        gradgradcheck(OPS.causal_product.default, arguments)
+    plain = eager.causal_product(*arguments)
+    assert torch.equal(OPS.causal_product.default(*arguments), plain)
 
 
 @EVERY_OPTION
@@ -85,27 +50,6 @@ def test_gradients_of_attention(n, dim, bits, masked, options, make_inputs, make
     call = partial(hash_attention, key_padding_mask=make_mask(2, 1, n) if masked else None, **options)
     gradcheck(call, tuple(x), fast_mode=n > 4)
     gradgradcheck(call, tuple(x), fast_mode=n > 4)
-
-
-@PACKED
-@MASKED
-@pytest.mark.parametrize("before", [False, True], ids=["start", "continued"])
-def test_both_backends_keep_one_contract(before, masked, packed, make_inputs, make_mask):
-    x = make_inputs(2, 2, n=70, dtype=torch.float32, whole=True).requires_grad()
-    mask = make_mask(2, 2, 70) if masked else None
-    q, k = (pack_codes(c.detach()) if packed else c for c in x[:2])
-    state = Plain.code_sums(k, x.v, None, 16).detach() if before else None
-
-    def results(backend):
-        values = x.v if mask is None else x.v.masked_fill(mask.unsqueeze(-1), 0)
-        sums = backend.code_sums(k, x.v, mask, 16)
-        reads = [backend.code_read(q, sums, own, 16, 32.0, x.v.dtype) for own in (None, values)]
-        reads += [backend.causal_read(q, k, x.v, mask, state, 16, 32.0, own) for own in (False, True)]
-        return [sums, *reads], x.gradients(torch.cat(reads), torch.ones(()))
-
-    (plain, plain_gradients), (registered, gradients) = results(Plain), results(Registered)
-    assert all(map(torch.equal, plain, registered))
-    torch.testing.assert_close(gradients, plain_gradients)
 
 
 class FromTokens(torch.nn.Module):
@@ -122,7 +66,7 @@ class FromTokens(torch.nn.Module):
 
 def token_inputs(make_mask, batch, n):
     # Heads differ from every batch size: PyTorch takes equal sizes for one symbol.
-    return torch.randn(batch, 6, n, 16), torch.randn(batch, 6, n, 5), make_mask(batch, n)
+    return torch.randn(batch, 6, n, 4), torch.randn(batch, 6, n, 5), make_mask(batch, n)
 
 
 def assert_same_with_gradients(ours, plain, make_mask, batch, n):
@@ -133,10 +77,10 @@ def assert_same_with_gradients(ours, plain, make_mask, batch, n):
     torch.testing.assert_close(*(torch.autograd.grad((out * weight).sum(), (x, v)) for out in outs))
 
 
-@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[2]], ids=["full-official", "causal-paper"])
+@pytest.mark.parametrize("options", ["full-official", "causal-paper", "full-groups"])
 def test_compiles_once_for_all_sizes(options, make_mask):
     torch.compiler.reset()
-    plain = FromTokens(**options)
+    plain = FromTokens(**OPTIONS[options])
     compiled = torch.compile(plain, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for batch, n in ((2, 7), (3, 70), (4, 130)):
@@ -144,10 +88,10 @@ def test_compiles_once_for_all_sizes(options, make_mask):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3]], ids=["full-paper", "causal-official"])
+@pytest.mark.parametrize("options", ["full-groups", "causal-official"])
 def test_compiles_to_machine_code(options, make_mask):
     torch.compiler.reset()
-    plain = FromTokens(**options)
+    plain = FromTokens(**OPTIONS[options])
     assert_same_with_gradients(torch.compile(plain, fullgraph=True), plain, make_mask, 2, 70)
 
 
@@ -190,7 +134,7 @@ def test_exports_cross_attention_of_packed_codes(make_inputs):
 @EVERY_OPTION
 @MASKED
 def test_vmap_over_any_axis(masked, options, make_inputs, make_mask):
-    x = make_inputs(3, 2, n=70, dtype=torch.float32, whole=True)
+    x = make_inputs(3, 2, n=70, bits=4, dtype=torch.float32, whole=True)
     mask = make_mask(3, 2, 70) if masked else None
 
     def call(q, k, v, padding):

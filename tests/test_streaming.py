@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecoformer import HashAttentionState, hash_attention, pack_codes
-from ecoformer.arguments import bias_value
+from ecoformer.affinity import Affinity
 
 BIAS = pytest.mark.parametrize("bias", ["paper", "tight", "official"])
 
@@ -127,8 +127,8 @@ def test_counts_every_token_beyond_the_integers_of_fp32(step, bias, make_inputs,
     bias_row = (
         torch.cat([own[..., :-1], own[..., -1:].cumsum(-2)], -1) if bias == "official" else own.cumsum(dim=-2)
     )
-    top = product + bias_value(bias, 16) * bias_row
-    denominator = top[..., -1:] + bias_value(bias, 16) * (1 << 24)
+    top = product + Affinity.of(bias, 16).constant(16) * bias_row
+    denominator = top[..., -1:] + Affinity.of(bias, 16).constant(16) * (1 << 24)
     torch.testing.assert_close(out.double(), top[..., :-1] / denominator, rtol=1e-6, atol=0)
 
 

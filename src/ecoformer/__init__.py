@@ -1,6 +1,7 @@
 """Energy-saving attention with linear complexity for PyTorch."""
 
 from ecoformer.accounting import Ledger, cost
+from ecoformer.affinity import Affinity
 from ecoformer.attention import (
     Attention,
     EcoAttention,
@@ -31,6 +32,7 @@ from ecoformer.streaming import HashAttentionState
 __version__ = "0.1.0"
 
 __all__ = [
+    "Affinity",
     "Attention",
     "CheckpointError",
     "Conversion",

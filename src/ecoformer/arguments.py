@@ -1,16 +1,9 @@
-"""Checks of the operators' arguments: one line that names the argument, its shape and the remedy.
-
-And errors of others cut to one line.
-"""
+"""Checks of the operators' arguments: one line that names the argument, its shape and the remedy."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
-
 import torch
 from torch import Tensor
-
-Bias = Literal["paper", "tight", "official"]
 
 EXACT_WIDTHS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
 """Packed dtypes that say their number of bits; other numbers are packed as int64."""
@@ -19,43 +12,20 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _WIDTH_OF = {dtype: bits for bits, dtype in EXACT_WIDTHS.items()}
 
 
-class Checked(NamedTuple):
-    """What the operators need beyond the tensors themselves."""
-
-    mask: Tensor | None
-    bits: int
-    beta: float
-    own_value: bool
-
-
 def check_attention(
-    codes_q: Tensor,
-    codes_k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    bias: Bias,
-    bits: int | None,
-) -> Checked:
-    """Everything `hash_attention` asks of its arguments."""
-    _check_tensors(codes_q=codes_q, codes_k=codes_k, v=v)
+    codes_q: Tensor, codes_k: Tensor, v: Tensor, same_tokens: str | None, bits: int | None
+) -> int:
+    """Refuse codes and values that do not fit; returns b.
+
+    `same_tokens` is the argument that asks for as many queries as keys, if there is one.
+    """
+    check_tensors(codes_q=codes_q, codes_k=codes_k, v=v)
     width = _check_codes(codes_q, codes_k, v, bits)
-    n_queries = codes_q.shape[v.ndim - 2]
-    if (is_causal or bias == "official") and n_queries != v.shape[-2]:
-        why = "is_causal=True" if is_causal else 'bias="official"'
+    if same_tokens is not None and codes_q.shape[v.ndim - 2] != v.shape[-2]:
         raise ValueError(
-            f"{why} needs as many queries as keys, got codes_q {shape(codes_q)} and v {shape(v)}"
+            f"{same_tokens} needs as many queries as keys, got codes_q {shape(codes_q)} and v {shape(v)}"
         )
-    return Checked(_check_mask(mask, v), width, float(bias_value(bias, width)), bias == "official")
-
-
-def bias_value(bias: Bias, bits: int) -> int:
-    """What is added to the inner product of two codes of `bits` bits."""
-    if bias == "paper":
-        return 1 << bits.bit_length()  # 2^ceil(log2(bits + 1)) without rounding
-    if bias in ("tight", "official"):
-        return bits + 1
-    raise ValueError(f'bias must be "paper", "tight" or "official", got {bias!r}')
+    return width
 
 
 def packed_width(name: str, packed: Tensor, bits: int | None) -> int:
@@ -76,12 +46,13 @@ def shape(x: Tensor) -> str:
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """What an error says, in one line of about so many characters; its class where it says nothing."""
+    """An error's message in one line of about `limit` characters, or its class where it has none."""
     line = " ".join(str(error).split()) or type(error).__name__
     return line if len(line) <= limit else f"{line[:limit]} ..."
 
 
-def _check_tensors(**arguments: Tensor) -> None:
+def check_tensors(**arguments: Tensor) -> None:
+    """Refuse what is not a tensor, by its name."""
     for name, x in arguments.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
@@ -139,11 +110,11 @@ def _check_signs(name: str, codes: Tensor) -> None:
         )
 
 
-def _check_mask(mask: Tensor | None, v: Tensor) -> Tensor | None:
-    """The mask as (..., N_k) beside v."""
+def check_mask(mask: Tensor | None, v: Tensor) -> Tensor | None:
+    """`key_padding_mask` as (..., N_k) beside v."""
     if mask is None:
         return None
-    _check_tensors(key_padding_mask=mask)
+    check_tensors(key_padding_mask=mask)
     if mask.dtype != torch.bool:
         raise TypeError(
             f"key_padding_mask must be bool, True where a key is padding, got {mask.dtype} {shape(mask)}"
@@ -159,3 +130,15 @@ def _check_mask(mask: Tensor | None, v: Tensor) -> Tensor | None:
     advice = "; linear attention has no N x N mask, use is_causal for causal order" if square else ""
     per_sample = f"(B, N_k) = {(v.shape[0], n_keys)} or " if v.ndim == 4 else ""
     raise ValueError(f"key_padding_mask must be {per_sample}{tuple(v.shape[:-1])}, got {shape(mask)}{advice}")
+
+
+def check_key_weight(key_weight: Tensor | None, v: Tensor) -> None:
+    """Refuse weights of keys that are not (..., N_k) floats beside v."""
+    if key_weight is None:
+        return
+    check_tensors(key_weight=key_weight)
+    if key_weight.dtype not in FLOATS or key_weight.shape != v.shape[:-1] or key_weight.device != v.device:
+        raise ValueError(
+            f"key_weight must be floats of shape {tuple(v.shape[:-1])} on {v.device}, one for each key of v, "
+            f"got {key_weight.dtype} {shape(key_weight)} on {key_weight.device}"
+        )

@@ -1,43 +1,32 @@
-"""The public operators: hashed attention, packing of codes, and the sign with a straight-through gradient.
+"""The public operators: hashed attention, and packing of codes.
 
-Arguments are checked once, by `arguments.py`; the sums themselves live in `backends/`.
+Arguments are checked here, once, by `arguments.py`; the sums are in `backends/`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ecoformer.affinity import FLOOR, Affinity, Bias
 from ecoformer.arguments import (
     EXACT_WIDTHS,
     FLOATS,
     INTEGERS,
-    Bias,
-    bias_value,
     check_attention,
+    check_key_weight,
+    check_mask,
     packed_width,
     shape,
 )
-from ecoformer.backends import Backend, Plain, Registered, eager, fused
+from ecoformer.backends import eager, fused
 from ecoformer.backends.choice import asked_for, pick, tell_if_asked
-from ecoformer.backends.hashing import Functions, HashFunctions
+from ecoformer.backends.hashing import Functions, check_functions, sign_ste, transforming
 
-__all__ = [
-    "bias_value",
-    "causal_product",
-    "check_surrogate",
-    "choose",
-    "eco_attention",
-    "hash_attention",
-    "pack_codes",
-    "sign_ste",
-    "unpack_codes",
-]
-
-Surrogate = Literal["hardtanh", "sigmoid"]
+__all__ = ["causal_product", "eco_attention", "hash_attention", "pack_codes", "sign_ste", "unpack_codes"]
 
 
 class TokenHasher(Protocol):
@@ -62,22 +51,28 @@ def eco_attention(
     hasher: TokenHasher,
     *,
     k: Tensor | None = None,
+    key_hasher: TokenHasher | None = None,
     key_padding_mask: Tensor | None = None,
+    key_weight: Tensor | None = None,
     is_causal: bool = False,
     bias: Bias = "paper",
+    affinity: Affinity | None = None,
     group: dist.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Hashed attention from tokens to output: `hasher` and `hash_attention` in one, fused where that can be.
+    """Hashed attention from tokens to output: `hasher` and `hash_attention` in one, fused where possible.
 
     Args:
         q: tokens (B, H, N_q, D), which are queries and, unless `k` is given, keys.
         v: values (B, H, N_k, C).
         hasher: hash functions for H heads of D channels.
-        k: keys (B, H, N_k, D) with codes of their own, by the same hash functions.
+        k: keys (B, H, N_k, D) with codes of their own.
+        key_hasher: hash functions of the keys; by default those of the queries.
         key_padding_mask: (B, N_k) bool, True where a key is padding.
+        key_weight: (B, H, N_k), as in `hash_attention`.
         is_causal: as in `hash_attention`.
         bias: as in `hash_attention`.
+        affinity: as in `hash_attention`.
         group: as in `hash_attention`.
         backend: "eager", "cpu" or "triton"; None takes what `use_backend` or the environment asks for.
 
@@ -85,69 +80,106 @@ def eco_attention(
         (B, H, N_q, C) in v's dtype.
     """
     wanted = asked_for(backend)
-    if is_causal and not hasher.token_wise:
+    key_hasher = None if key_hasher is hasher else key_hasher
+    if is_causal and not (hasher.token_wise and (key_hasher is None or key_hasher.token_wise)):
         raise ValueError(
             'sigma="input" looks at all tokens of a sample, so codes have no causal order: '
             'use sigma="stored" with is_causal=True'
         )
     k = None if k is q else k
-    if group is None and not (_transforming() or _watched()):
-        functions = hasher.functions()
-        if functions is not None:
-            beta = float(bias_value(bias, functions.weight.shape[-1]))
-            own_value = bias == "official"
-            out = _fused(fused.Call(q, k, v, key_padding_mask, functions, beta, is_causal, own_value), wanted)
+    affinity = _affinity(affinity, bias, hasher.bits)
+    if group is None and not affinity.own_value and not (transforming() or _watched()):
+        functions, key_functions = hasher.functions(), None if key_hasher is None else key_hasher.functions()
+        if functions is not None and (key_hasher is None or key_functions is not None):
+            given = (q, k, v, key_padding_mask, key_weight, functions, key_functions)
+            out = _fused(given, affinity, is_causal, wanted)
             if out is not None:
                 return out
-    codes_k = hasher(q if k is None else k, key_padding_mask)
-    codes_q = codes_k if k is None else hasher(q)
+    keys = q if k is None else k
+    codes_k = (key_hasher or hasher)(keys, key_padding_mask)
+    codes_q = codes_k if k is None and key_hasher is None else hasher(q)
     return hash_attention(
         codes_q,
         codes_k,
         v,
         key_padding_mask=key_padding_mask,
+        key_weight=key_weight,
         is_causal=is_causal,
-        bias=bias,
+        affinity=affinity,
         group=group,
     )
 
 
-def _fused(call: fused.Call, wanted: str | None) -> Tensor | None:
+def _affinity(affinity: Affinity | None, bias: Bias, bits: int) -> Affinity:
+    """The affinity, by itself or by its bias, for codes of `bits` bits."""
+    if affinity is None:
+        return Affinity.of(bias, bits)
+    if bias != "paper":
+        raise ValueError(f"bias={bias!r} names an affinity of its own: leave it out where affinity is given")
+    affinity.size(bits)
+    return affinity
+
+
+def _fused(given: tuple[Any, ...], affinity: Affinity, is_causal: bool, wanted: str | None) -> Tensor | None:
     """The output by a fused backend; None where eager is to compute it."""
-    if not _regular(call):
-        if torch.float64 in (call.q.dtype, call.v.dtype):
+    q, k, v, mask, key_weight, functions, key_functions = given
+    if not _regular(q, q if k is None else k, v, mask, key_weight, functions, key_functions, is_causal):
+        if torch.float64 in (q.dtype, v.dtype):
             tell_if_asked(wanted, "it takes fp32, bf16 and fp16")
         return None
+    bits, heads = functions.weight.shape[-1], v.shape[1]
+    constant = affinity.constant(bits)
+    scale = ratio = floor = None
+    if constant is None:
+        affinity.check_heads(v)
+        scale, ratio = (x.expand(heads, -1) for x in affinity.levels(bits, functions.weight))
+        floor = FLOOR * affinity.total(functions.weight).detach().expand(heads)
+    elif affinity.needs_floor(bits):
+        return None
+    tensors = (q, k, v, mask, key_weight, functions, key_functions)
+    call = fused.FusedCall(*tensors, scale, ratio, floor, constant or 0.0, is_causal)
     needs_grad = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (call.q, call.k, call.v, call.functions.weight)
+        x is not None and x.requires_grad for x in call.differentiable()
     )
     backend = pick(call, needs_grad, wanted)
     return None if backend == "eager" else fused.run(backend, call, needs_grad)
 
 
-def _regular(call: fused.Call) -> bool:
-    """Whether the arguments are what fused backends take; what is wrong with others, eager's checks say."""
-    q, k, v, mask, functions, _, causal, own_value = call
-    keys = q if k is None else k
-    if not q.ndim == keys.ndim == v.ndim == 4 or not (q.numel() and v.numel() and keys.numel()):
+def _regular(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_weight: Tensor | None,
+    functions: Functions,
+    key_functions: Functions | None,
+    is_causal: bool,
+) -> bool:
+    """Whether fused backends take these arguments; eager's checks say what is wrong with others."""
+    heads, dim, bits = sizes = check_functions("hasher", functions)
+    if key_functions is not None and check_functions("key_hasher", key_functions) != sizes:
         return False
-    weight, device = functions.weight, v.device
-    dim = functions.support.shape[2] if isinstance(functions, HashFunctions) else weight.shape[1]
-    batch, heads, tokens, _ = v.shape
-    if keys.shape != (batch, heads, tokens, dim) or heads != weight.shape[0] or weight.shape[2] > 64:
+    if not q.ndim == k.ndim == v.ndim == 4 or not (q.numel() and v.numel() and k.numel()):
         return False
-    if k is not None and (own_value or q.shape[:2] != (batch, heads) or q.shape[3] != dim):
+    device, batch, tokens = v.device, v.shape[0], v.shape[2]
+    if k.shape != (batch, heads, tokens, dim) or v.shape[1] != heads:
         return False
-    if causal and q.shape[2] != tokens:
+    if (q.shape[0], q.shape[1], q.shape[3]) != (batch, heads, dim):
+        return False
+    if (is_causal and q.shape[2] != tokens) or bits > 64:
         return False
     if mask is not None and (mask.dtype, mask.shape, mask.device) != (torch.bool, (batch, tokens), device):
         return False
-    if q.device != device or keys.device != device:
+    if key_weight is not None and (
+        key_weight.dtype not in fused.DTYPES
+        or (key_weight.shape, key_weight.device) != ((batch, heads, tokens), device)
+    ):
         return False
-    # Kernels get addresses and take fp32 for granted.
-    if any(x.dtype != torch.float32 or x.device != device for x in functions):
-        return False
-    return q.dtype in fused.DTYPES and v.dtype in fused.DTYPES and keys.dtype in fused.DTYPES
+    # Kernels take fp32 hash functions for granted.
+    for x in (*functions, *(key_functions or ())):
+        if x.dtype != torch.float32 or x.device != device:
+            return False
+    return all(x.dtype in fused.DTYPES and x.device == device for x in (q, k, v))
 
 
 def hash_attention(
@@ -156,8 +188,10 @@ def hash_attention(
     v: Tensor,
     *,
     key_padding_mask: Tensor | None = None,
+    key_weight: Tensor | None = None,
     is_causal: bool = False,
     bias: Bias = "paper",
+    affinity: Affinity | None = None,
     group: dist.ProcessGroup | None = None,
     bits: int | None = None,
 ) -> Tensor:
@@ -166,18 +200,25 @@ def hash_attention(
     Like `F.scaled_dot_product_attention`, with codes in the place of queries and keys (Eq. 9 of the paper).
 
     Args:
-        codes_q: (..., N_q, b) of ±1, or (..., N_q) packed integers (see `pack_codes`). Floats are taken
-            as they are: that they are ±1 is not checked.
+        codes_q: (..., N_q, b) of ±1, or (..., N_q) packed integers (see `pack_codes`). Floats are not
+            checked: between -1 and 1 they are soft codes, for which the affinity's formula holds as it is;
+            larger ones may make weights negative.
         codes_k: (..., N_k, b) of ±1, or (..., N_k) packed integers.
-        v: (..., N_k, D) in fp64, fp32, bf16 or fp16. Sums over tokens are kept in fp32 (fp64 for fp64).
+        v: (..., N_k, D) in fp64, fp32, bf16 or fp16. Sums over tokens are kept in fp32 (fp64 for fp64). A
+            channel of a head that holds NaN or infinity, or whose sums overflow, gives results that are not
+            finite, in that channel of that head only; which of NaN and infinity depends on the backend.
         key_padding_mask: (B, N_k) or (..., N_k) bool, True where a key is padding, as in
             `nn.MultiheadAttention`. A query that sees no key at all reads zero.
-        is_causal: token t sees the tokens up to and including t; needs N_q = N_k. NaN or infinity in v
-            reaches the other tokens of its head, as without causal order.
-        bias: "paper" adds 2^c, c = ceil(log2(b + 1)), to every affinity, "tight" b + 1, the least that keeps
-            all positive: with 16 bits the largest is 33 times the smallest, and not 3 times. "official" is
-            what the released code does: (b + 1) times the token's own value above, (b + 1) times the number
-            of keys below.
+        key_weight: (..., N_k), positive: how much a key counts, in numerators and denominators. A padded key
+            counts nothing.
+        is_causal: token t sees the tokens up to and including t; needs N_q = N_k. What is not finite in v may
+            also reach earlier tokens.
+        bias: which affinity, where `affinity` is not given: "paper" is 2^c + h . g with
+            c = ceil(log2(b + 1)), "tight" b + 1 + h . g, which is sharper: with 16 bits the largest weight is
+            33 times the smallest, not 3 times. "official" is the released code's: (b + 1) times the token's
+            own value above, (b + 1) times the number of keys below.
+        affinity: see `Affinity`. Denominators are at least 2^-30 of the affinity's total weight times the
+            number of keys (the sum of their weights), so a query that is close to no key gives no NaN.
         group: process group over which the tokens are split, in rank order. One small message is exchanged,
             and gradients flow through it: the loss is the sum of all ranks' losses.
         bits: b, needed with packed codes unless their dtype says it (uint8: 8, int16: 16, int32: 32).
@@ -185,33 +226,87 @@ def hash_attention(
     Returns:
         (..., N_q, D) in v's dtype.
     """
-    mask, width, beta, own_value = check_attention(
-        codes_q, codes_k, v, key_padding_mask, is_causal, bias, bits
-    )
-    ops = choose()
+    call = CodeCall.of(codes_q, codes_k, v, key_padding_mask, key_weight, is_causal, bias, affinity, bits)
     if is_causal:
-        state = None if group is None else _sums_before(ops.code_sums(codes_k, v, mask, width), group)
-        return ops.causal_read(codes_q, codes_k, v, mask, state, width, beta, own_value)
-    state = ops.code_sums(codes_k, v, mask, width)
-    if group is not None:
-        state = sum_over_ranks(state, group)
-    own = eager.without(mask, v) if own_value else None
-    return ops.code_read(codes_q, state, own, width, beta, v.dtype)
+        return call.causal(None if group is None else _sums_before(call.sums(), group))
+    state = call.sums()
+    return call.read(state if group is None else sum_over_ranks(state, group))
+
+
+class CodeCall:
+    """A checked call of `hash_attention`, in the steps between which ranks or a stream exchange the state."""
+
+    def __init__(
+        self,
+        f_q: Tensor,
+        f_k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        key_weight: Tensor | None,
+        weights: eager.Weights,
+        own_value: bool,
+    ) -> None:
+        self.f_q, self.f_k, self.v, self.mask, self.key_weight = f_q, f_k, v, mask, key_weight
+        self.weights, self.own_value = weights, own_value
+
+    @classmethod
+    def of(
+        cls,
+        codes_q: Tensor,
+        codes_k: Tensor,
+        v: Tensor,
+        key_padding_mask: Tensor | None,
+        key_weight: Tensor | None,
+        is_causal: bool,
+        bias: Bias,
+        affinity: Affinity | None,
+        bits: int | None,
+    ) -> CodeCall:
+        """Check all arguments and make features of the codes."""
+        official = bias == "official" or (affinity is not None and affinity.own_value)
+        same_tokens = "is_causal=True" if is_causal else 'bias="official"' if official else None
+        width = check_attention(codes_q, codes_k, v, same_tokens, bits)
+        mask = check_mask(key_padding_mask, v)
+        check_key_weight(key_weight, v)
+        if official and key_weight is not None:
+            raise ValueError(
+                'key_weight has no place in the released code\'s form: leave out bias="official"'
+            )
+        affinity = _affinity(affinity, bias, width)
+        affinity.check_heads(v)
+        with eager.full_precision(v.device):
+            f_k = eager.features(codes_k, affinity, width, v)
+            f_q = f_k if codes_q is codes_k else eager.features(codes_q, affinity, width, v)
+            weights = eager.Weights.of(affinity, width, v)
+        return cls(f_q, f_k, v, mask, key_weight, weights, affinity.own_value)
+
+    def sums(self) -> Tensor:
+        """The keys' state."""
+        with eager.full_precision(self.v.device):
+            return eager.sums(self.f_k, self.v, self.mask, self.key_weight)
+
+    def read(self, state: Tensor) -> Tensor:
+        """What the queries read from it."""
+        own = eager.without(self.mask, self.v) if self.own_value else None
+        with eager.full_precision(self.v.device):
+            return eager.read(self.f_q, state, self.weights, own).to(self.v.dtype)
+
+    def causal(self, before: Tensor | None) -> Tensor:
+        """What queries read in causal order, on top of the state `before` them."""
+        keys = (self.f_k, self.v, self.mask, self.key_weight)
+        with eager.full_precision(self.v.device):
+            out = eager.causal(self.f_q, *keys, before, self.weights, self.own_value, _product())
+            return out.to(self.v.dtype)
 
 
 def causal_product(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """out_t = sum of (a_t . b_s) c_s over s <= t: a, b (..., N, p) and c (..., N, r), in linear memory."""
-    return choose().causal_product(a, b, c, False)
+    return _product()(a, b, c, False)
 
 
-def choose() -> type[Backend]:
-    """The registered operators; under `torch.func` plain PyTorch, which its transforms see through."""
-    return Plain if _transforming() else Registered
-
-
-def _transforming() -> bool:
-    # PyTorch's own autograd.Function asks the same question; there is no public name for it.
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+def _product() -> eager.Product:
+    """The registered operator; under `torch.func` plain PyTorch, which its transforms see through."""
+    return eager.causal_product if transforming() else eager.registered_product
 
 
 def _watched() -> bool:
@@ -228,11 +323,11 @@ def pack_codes(codes: Tensor) -> Tensor:
         raise ValueError(f"pack_codes takes codes (..., b) with b from 1 to 64, got {shape(codes)}")
     if codes.dtype not in (*INTEGERS, *FLOATS):
         raise TypeError(f"codes must be ±1, got {codes.dtype} {shape(codes)}")
-    traced = torch.compiler.is_compiling() or _transforming()
+    traced = torch.compiler.is_compiling() or transforming()
     if not traced and not bool(((codes == 1) | (codes == -1)).all()):
         raise ValueError(f"codes {shape(codes)} must hold only +1 and -1 (NaN tokens hash to NaN)")
     bits = codes.shape[-1]
-    # The top bit of an int64 is its sign: the sum wraps around to it, as two's complement wants.
+    # The top bit of an int64 is its sign: the sum wraps around to it, as two's complement requires.
     weights = torch.ones(bits, dtype=torch.int64, device=codes.device) << torch.arange(
         bits, device=codes.device
     )
@@ -245,28 +340,6 @@ def unpack_codes(packed: Tensor, bits: int | None = None, dtype: torch.dtype = t
     if packed.dtype not in INTEGERS:
         raise TypeError(f"packed codes must be integers, got {packed.dtype} {shape(packed)}")
     return eager.unpack(packed, packed_width("packed", packed, bits), dtype)
-
-
-def check_surrogate(surrogate: str) -> None:
-    """Refuse a stand-in for the sign's gradient that `sign_ste` does not have."""
-    if surrogate not in ("hardtanh", "sigmoid"):
-        raise ValueError(f'surrogate must be "hardtanh" or "sigmoid", got {surrogate!r}')
-
-
-def sign_ste(x: Tensor, surrogate: Surrogate = "hardtanh", zero: float = 1.0) -> Tensor:
-    """sign(x) in the forward pass, the gradient of a smooth stand-in in the backward pass.
-
-    "hardtanh" passes the gradient where |x| <= 1 (the paper); "sigmoid" is that of 2 / (1 + e^-x) - 1.
-    `zero` is sign(0): +1 in the paper, 0 in the released code. NaN stays NaN.
-    """
-    check_surrogate(surrogate)
-    with torch.no_grad():
-        codes = torch.where(x > 0, 1.0, torch.where(x < 0, -1.0, torch.where(x == 0, zero, x))).to(x.dtype)
-    if not x.requires_grad and not _transforming():
-        return codes
-    smooth = x.clamp(-1, 1) if surrogate == "hardtanh" else 2 * torch.sigmoid(x) - 1
-    # (smooth - smooth) is zero, so the value stays exactly ±1 while the gradient is that of `smooth`.
-    return codes + (smooth - smooth.detach())
 
 
 class _AllReduce(torch.autograd.Function):

@@ -36,6 +36,64 @@ def bias_of(bits: int) -> int:
     return int(2 ** math.ceil(math.log2(bits + 1)))
 
 
+def grouped_affinity(
+    codes_q: Tensor, codes_k: Tensor, groups: int, beta: Tensor | float, weight: Tensor | float
+) -> Tensor:
+    """sum_j weight_j prod_{r in group j} (1 + beta_j h_r g_r) for every pair: (..., N_q, N_k).
+
+    `beta` and `weight` are numbers or (H, G), one for each head (the axis before the tokens) and group.
+    """
+    agree = codes_q.unsqueeze(-2) * codes_k.unsqueeze(-3)
+    agree = agree.reshape(*agree.shape[:-1], groups, -1)
+    if isinstance(beta, Tensor):
+        beta = beta[:, None, None, :, None]
+    if isinstance(weight, Tensor):
+        weight = weight[:, None, None, :]
+    products: Tensor = weight * (1 + beta * agree).prod(dim=-1)
+    return products.sum(dim=-1)
+
+
+FLOOR = 2.0**-30
+"""Denominators are at least this share of the sum of weight_j times the sum of the keys' weights."""
+
+
+def weighted_mean(affinity: Tensor, v: Tensor, total: Tensor | float, key_weight: Tensor) -> Tensor:
+    """Means of v by affinities times key weights (..., N_q, N_k); zero where no key has any weight."""
+    biased = affinity * key_weight
+    floor = FLOOR * total * key_weight.sum(dim=-1, keepdim=True)
+    denominator = torch.maximum(biased.sum(dim=-1, keepdim=True), floor)
+    unseen = floor == 0
+    return torch.where(unseen, 0, biased @ v / denominator.masked_fill(unseen, 1))
+
+
+def seen_keys(codes_q: Tensor, v: Tensor, key_padding_mask: Tensor | None, is_causal: bool) -> Tensor:
+    """1 where a query sees a key (..., N_q, N_k), 0 for padding and, in causal order, for later tokens."""
+    n_queries, n_keys = codes_q.shape[-2], v.shape[-2]
+    seen = torch.ones(*v.shape[:-2], n_queries, n_keys, dtype=v.dtype, device=v.device)
+    if key_padding_mask is not None:
+        seen = seen.masked_fill(key_padding_mask.unsqueeze(-2), 0)
+    return seen.tril() if is_causal else seen
+
+
+def grouped_attention(
+    codes_q: Tensor,
+    codes_k: Tensor,
+    v: Tensor,
+    groups: int,
+    beta: Tensor | float = 0.5,
+    weight: Tensor | float = 1.0,
+    key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+    key_weight: Tensor | None = None,
+) -> Tensor:
+    """Attention by the affinity of groups of bits; `key_weight` (..., N_k) scales what a key counts."""
+    seen = seen_keys(codes_q, v, key_padding_mask, is_causal)
+    if key_weight is not None:
+        seen = seen * key_weight.unsqueeze(-2)
+    total = weight.sum(dim=-1)[:, None, None] if isinstance(weight, Tensor) else weight * groups
+    return weighted_mean(grouped_affinity(codes_q, codes_k, groups, beta, weight), v, total, seen)
+
+
 def hash_attention(
     codes_q: Tensor,
     codes_k: Tensor,
@@ -50,23 +108,16 @@ def hash_attention(
     in the place of 2^c. `bias="official"` is what the released code does: (b + 1) v_t, the token's own value,
     in the numerator and (b + 1) N below it.
     """
-    bits, n_keys = codes_k.shape[-1], v.shape[-2]
-    affinity = codes_q @ codes_k.mT
-    seen = torch.ones_like(affinity, dtype=torch.bool)
-    if key_padding_mask is not None:
-        seen = seen & ~key_padding_mask.unsqueeze(-2)
-    if is_causal:
-        seen = seen & torch.ones(codes_q.shape[-2], n_keys, device=v.device).tril().bool()
+    bits = codes_k.shape[-1]
     shift = bias_of(bits) if bias == "paper" else bits + 1
-    biased = torch.where(seen, affinity + shift, 0)
-    if bias == "official":
-        values = v if key_padding_mask is None else v.masked_fill(key_padding_mask.unsqueeze(-1), 0)
-        numerator = torch.where(seen, affinity, 0) @ v + shift * values
-    else:
-        numerator = biased @ v
-    denominator = biased.sum(dim=-1, keepdim=True)
-    nobody = ~seen.any(dim=-1, keepdim=True)
-    return torch.where(nobody, 0, numerator / denominator.masked_fill(nobody, 1))
+    affinity, seen = codes_q @ codes_k.mT, seen_keys(codes_q, v, key_padding_mask, is_causal)
+    if bias != "official":
+        return weighted_mean(affinity + shift, v, shift, seen)
+    values = v if key_padding_mask is None else v.masked_fill(key_padding_mask.unsqueeze(-1), 0)
+    numerator = (affinity * seen) @ v + shift * values
+    denominator = ((affinity + shift) * seen).sum(dim=-1, keepdim=True)
+    unseen = seen.sum(dim=-1, keepdim=True) == 0
+    return torch.where(unseen, 0, numerator / denominator.masked_fill(unseen, 1))
 
 
 def unit(tokens: Tensor) -> Tensor:

@@ -5,21 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ecoformer.arguments import Bias, bias_value, check_attention, shape
-from ecoformer.functional import choose
+from ecoformer.affinity import Affinity, Bias
+from ecoformer.arguments import shape
+from ecoformer.functional import CodeCall
 
 
 class HashAttentionState:
-    """What causal attention remembers of the tokens seen: b x D + b + D + 1 numbers a head.
+    """What causal attention remembers of the tokens seen: (F + 1) x (D + 1) numbers a head.
 
     `update` takes one or many tokens and gives what `hash_attention(..., is_causal=True)` over all tokens so
     far would give for them. Gradients flow through the state from call to call, as in a recurrent network;
     `detach()` cuts them, `reset()` forgets everything.
+
+    Args:
+        bias: as in `hash_attention`.
+        affinity: as in `hash_attention`.
     """
 
-    def __init__(self, bias: Bias = "paper") -> None:
-        bias_value(bias, 1)  # an unknown bias is refused here, not at the first token
+    def __init__(self, bias: Bias = "paper", *, affinity: Affinity | None = None) -> None:
+        Affinity.of(bias, 1)  # an unknown bias is refused here, not at the first token
         self.bias: Bias = bias
+        self.affinity = affinity
         self.sums: Tensor | None = None
 
     def update(
@@ -29,21 +35,20 @@ class HashAttentionState:
         v: Tensor,
         *,
         key_padding_mask: Tensor | None = None,
+        key_weight: Tensor | None = None,
         bits: int | None = None,
     ) -> Tensor:
         """Take the next tokens (arguments as in `hash_attention`) and return their outputs (..., N, D)."""
-        checked = check_attention(codes_q, codes_k, v, key_padding_mask, True, self.bias, bits)
-        mask, width, beta, own_value = checked
-        expected = (*v.shape[:-2], width + 1, v.shape[-1] + 1)
+        options = (key_padding_mask, key_weight, True, self.bias, self.affinity, bits)
+        call = CodeCall.of(codes_q, codes_k, v, *options)
+        expected = (*v.shape[:-2], call.f_k.shape[-1] + 1, v.shape[-1] + 1)
         if self.sums is not None and self.sums.shape != expected:
             raise ValueError(
                 f"the state holds {shape(self.sums)}, but codes_k {shape(codes_k)} and v {shape(v)} "
                 f"need {expected}: keep batch, heads, bits and D, or reset() the state"
             )
-        ops = choose()
-        out = ops.causal_read(codes_q, codes_k, v, mask, self.sums, width, beta, own_value)
-        new = ops.code_sums(codes_k, v, mask, width)
-        new = new.to(torch.float64)  # fp32 would stop counting tokens at 2^24
+        out = call.causal(self.sums)
+        new = call.sums().to(torch.float64)  # fp32 would stop counting tokens at 2^24
         self.sums = new if self.sums is None else self.sums + new
         return out
 

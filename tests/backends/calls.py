@@ -1,4 +1,4 @@
-"""Calls of fused attention, with codes that do not hang on rounding, and what the reference says of them."""
+"""Calls of fused attention with codes that do not depend on rounding, and the reference's results."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ecoformer import reference
-from ecoformer.arguments import bias_value
+from ecoformer.affinity import FLOOR, Affinity
 from ecoformer.backends import hashing
-from ecoformer.backends.fused import Call
+from ecoformer.backends.fused import FusedCall
 from ecoformer.backends.hashing import Functions, HashFunctions, Hyperplanes
 
 MARGIN = 2e-4
@@ -28,37 +28,53 @@ def make_call(
     causal=False,
     whole=False,
     planes=False,
-    own=False,
+    groups=None,
+    beta=(0.2, 0.9),
+    apart=False,
+    weighted=False,
     seed=0,
-) -> Call:
+) -> FusedCall:
     """`queries` makes it cross attention; `whole` gives values of whole numbers, whose sums are exact;
-    `own` is the released code's bias."""
+    `groups` of bits have `beta` in that range; `apart` gives keys hash functions of their own, and `weighted`
+    weights."""
     g = torch.Generator().manual_seed(seed)
-    functions: Functions
-    if planes:
-        functions = Hyperplanes(torch.randn(heads, dim, bits, generator=g))
-    else:
-        support = torch.nn.functional.normalize(torch.randn(heads, samples, dim, generator=g), dim=-1)
-        mean = 0.35 + 0.02 * torch.randn(heads, samples, generator=g)
-        sigma = 1 + torch.rand(heads, generator=g)
-        functions = HashFunctions(support, mean, sigma, torch.randn(heads, samples, bits, generator=g))
-    q = steady((batch, heads, n if queries is None else queries, dim), functions, g)
-    k = None if queries is None else steady((batch, heads, n, dim), functions, g)
+    functions = make_functions(heads, dim, bits, 0 if planes else samples, g)
+    key_functions = make_functions(heads, dim, bits, 0 if planes else samples, g) if apart else None
+    both = [functions] if key_functions is None else [functions, key_functions]
+    q = steady((batch, heads, n if queries is None else queries, dim), both, g)
+    k = None if queries is None else steady((batch, heads, n, dim), both, g)
     shape = (batch, heads, n, dim if channels is None else channels)
     v = torch.randint(-9, 10, shape, generator=g).float() if whole else torch.randn(shape, generator=g)
     mask = None
     if masked:
         mask = torch.rand(batch, n, generator=g) < 0.4
         mask[0] = True
-    beta = bias_value("official" if own else "paper", bits)
-    return Call(q, k, v, mask, functions, float(beta), causal, own)
+    key_weight = 0.1 + torch.rand(batch, heads, n, generator=g) if weighted else None
+    constant, levels = Affinity.paper(bits).constant(bits), (None, None, None)
+    if groups is not None:
+        low, high = beta
+        numbers = torch.rand(2, heads, groups, generator=g)
+        affinity = Affinity(groups, low + (high - low) * numbers[0], 0.5 + numbers[1])
+        levels, constant = (*affinity.levels(bits, v), FLOOR * affinity.total(v)), 0.0
+    return FusedCall(q, k, v, mask, key_weight, functions, key_functions, *levels, constant, causal)
 
 
-def steady(shape: tuple[int, ...], functions: Functions, g: torch.Generator) -> Tensor:
+def make_functions(heads, dim, bits, samples, g) -> Functions:
+    """Kernelised hash functions with so many support samples, or hyperplanes with 0."""
+    if not samples:
+        return Hyperplanes(torch.randn(heads, dim, bits, generator=g))
+    support = torch.nn.functional.normalize(torch.randn(heads, samples, dim, generator=g), dim=-1)
+    mean = 0.35 + 0.02 * torch.randn(heads, samples, generator=g)
+    sigma = 1 + torch.rand(heads, generator=g)
+    return HashFunctions(support, mean, sigma, torch.randn(heads, samples, bits, generator=g))
+
+
+def steady(shape: tuple[int, ...], functions: list[Functions], g: torch.Generator) -> Tensor:
     """Tokens whose projections keep their signs when computed in another order."""
     tokens = torch.randn(shape, generator=g)
-    for _ in range(200):
-        doubtful = (hashing.project(tokens, functions).abs() < MARGIN).any(dim=-1, keepdim=True)
+    for _ in range(400):
+        y = torch.cat([hashing.project(tokens, each) for each in functions], dim=-1)
+        doubtful = (y.abs() < MARGIN).any(dim=-1, keepdim=True)
         if not doubtful.any():
             return tokens
         tokens = torch.where(doubtful, torch.randn(shape, generator=g), tokens)
@@ -74,10 +90,19 @@ def codes_of(tokens: Tensor, functions: Functions) -> Tensor:
     return reference.hash_codes(tokens.double(), support, sigma.view(-1, 1, 1), mean.unsqueeze(-2), weight)
 
 
-def truth(call: Call, dtype: torch.dtype = torch.float64) -> Tensor:
+def truth(call: FusedCall, dtype: torch.dtype = torch.float64) -> Tensor:
     """The reference, dense."""
     hq = codes_of(call.q, call.functions).to(dtype)
-    hk = hq if call.k is None else codes_of(call.k, call.functions).to(dtype)
+    hk = hq
+    if not call.shared_codes:
+        tokens = call.q if call.k is None else call.k
+        hk = codes_of(tokens, call.key_functions or call.functions).to(dtype)
     mask = None if call.mask is None else call.mask[:, None]
-    bias = "official" if call.own_value else "paper"
-    return reference.hash_attention(hq, hk, call.v.to(dtype), mask, call.causal, bias)
+    v, key_weight = call.v.to(dtype), None if call.key_weight is None else call.key_weight.to(dtype)
+    if call.scale is None:
+        beta, weight = call.bits / call.constant, call.constant / call.bits
+    else:
+        scale, ratio = call.scale.to(dtype), call.ratio.to(dtype)
+        beta = (1 - ratio) / (1 + ratio)
+        weight = scale / (1 + beta) ** (call.bits // call.groups)
+    return reference.grouped_attention(hq, hk, v, call.groups, beta, weight, mask, call.causal, key_weight)

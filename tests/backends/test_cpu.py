@@ -68,18 +68,6 @@ def test_equals_the_reference_in_causal_order(size, masked):
     torch.testing.assert_close(run(call), truth(call).float(), **CLOSE)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("size", [s for s in SIZES if "queries" not in s], ids=str)
-def test_a_bias_of_the_own_value(size, causal, threads):
-    if threads == 1 and size["n"] > 3000:
-        pytest.skip("covered by three threads")
-    for masked in (False, True):
-        call = make_call(**size, masked=masked, causal=causal, own=True)
-        torch.testing.assert_close(run(call), truth(call).float(), **CLOSE)
-        whole = make_call(**size, masked=masked, causal=causal, own=True, whole=True)
-        assert torch.equal(run(whole), truth(whole).float())
-
-
 def test_causal_cross_attention():
     call = make_call(130, queries=130, masked=True, causal=True)
     torch.testing.assert_close(run(call), truth(call).float(), **CLOSE)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ecoformer import FitOptions, KernelHasher, eco_attention
-from ecoformer.arguments import bias_value
+from ecoformer.affinity import Affinity
 from ecoformer.backends import eager, fused
 from ecoformer.backends.hashing import HashFunctions, Hyperplanes, codes, project
 from ecoformer.functional import sign_ste, unpack_codes
@@ -105,12 +105,14 @@ def make(case, dtype=torch.float32, seed=0):
     q, k, v = (None if x is None else embedded(x.to(DEVICE)) for x in (q, k, v))
     functions = HashFunctions(*(f.to(DEVICE) for f in functions))
     mask = None if mask is None else mask.to(DEVICE)
-    return fused.Call(q, k, v, mask, functions, float(bias_value("paper", case.bits)), case.causal)
+    constant = Affinity.paper(case.bits).constant(case.bits)
+    tensors = (q, k, v, mask, None, functions, None, None, None, None)
+    return fused.FusedCall(*tensors, constant, case.causal)
 
 
 def plain(call):
     """Eager PyTorch with gradients: the same steps, in the dtype of the inputs."""
-    q, k, v, mask, functions, beta, causal, _ = call
+    q, k, v, mask, functions = call.q, call.k, call.v, call.mask, call.functions
 
     def hashed(x):
         wide = x if x.dtype == torch.float64 else x.float()
@@ -119,9 +121,21 @@ def plain(call):
     hq = hashed(q)
     hk = hq if k is None else hashed(k)
     wide = None if mask is None else mask[:, None].expand(v.shape[:-1])
-    if causal:
-        return eager.causal(hq, hk, v, wide, None, hq.shape[-1], beta, False)
-    return eager.read(hq, eager.sums(hk, v, wide, hq.shape[-1]), None, hq.shape[-1], beta, v.dtype)
+    hq, hk = (h.to(eager.accumulator(v.dtype)) for h in (hq, hk))
+    weights = eager.Weights(None, call.constant, None)
+    if call.causal:
+        out = eager.causal(hq, hk, v, wide, None, None, weights, False, eager.causal_product)
+    else:
+        out = eager.read(hq, eager.sums(hk, v, wide, None), weights, None)
+    return out.to(v.dtype)
+
+
+def backward(kernels, call, grad, saved, needs):
+    """Gradients of q, k, v and the hash functions' weight."""
+    to_q, to_k, to_v, _, to_weight, *_ = kernels.backward(
+        call, grad, saved, (*needs[:3], False, needs[3], False, False, False)
+    )
+    return to_q, to_k, to_v, to_weight
 
 
 def leaves(call, dtype=None):
@@ -146,7 +160,7 @@ def by_kernels(kernels, call, grad):
     assert kernels.cannot(call, needs_grad=True) is None
     out, saved = kernels.forward(call)
     needs = (True, call.k is not None, True, True)
-    found = kernels.backward(call, grad, saved, needs)
+    found = backward(kernels, call, grad, saved, needs)
     return [out, *(x for x in found if x is not None)]
 
 
@@ -242,7 +256,7 @@ def test_gradients_have_the_dtypes_of_what_they_are_of(kernels, narrow, bits):
     call = call._replace(**{narrow: getattr(call, narrow).half()})
     grad = torch.randn_like(call.v[:, :, :20])
     out, saved = kernels.forward(call)
-    found = kernels.backward(call, grad, saved, (True, True, True, True))
+    found = backward(kernels, call, grad, saved, (True, True, True, True))
     inputs = (call.q, call.k, call.v, call.functions.weight)
     assert [x.dtype for x in found] == [x.dtype for x in inputs]
     assert out.dtype == call.v.dtype
@@ -315,7 +329,7 @@ def rearranged(x):
 
 
 CHANGES = {
-    "beta": lambda call, grad: (call._replace(beta=call.beta + 16), grad),
+    "constant": lambda call, grad: (call._replace(constant=call.constant + 16), grad),
     "strides of q": lambda call, grad: (call._replace(q=rearranged(call.q)), grad),
     "strides of v": lambda call, grad: (call._replace(v=rearranged(call.v)), grad),
     "strides of the mask": lambda call, grad: (call._replace(mask=call.mask.clone().contiguous()), grad),
@@ -463,8 +477,8 @@ def test_only_what_is_needed(kernels, needs, n_k):
     needs = (needs[0], needs[1] and n_k is not None, *needs[2:])
     grad = torch.randn(2, 1, 50, 16).to(DEVICE)
     saved = kernels.forward(call)[1]
-    everything = kernels.backward(call, grad, saved, (True, n_k is not None, True, True))
-    found = kernels.backward(call, grad, saved, needs)
+    everything = backward(kernels, call, grad, saved, (True, n_k is not None, True, True))
+    found = backward(kernels, call, grad, saved, needs)
     for x, y, needed in zip(found, everything, needs, strict=True):
         if needed:
             torch.testing.assert_close(x, y)
@@ -473,7 +487,7 @@ def test_only_what_is_needed(kernels, needs, n_k):
 
 
 def test_a_bias_that_is_no_whole_number(kernels):
-    call = make(Case(100, causal=True, heads=1))._replace(beta=17.3)
+    call = make(Case(100, causal=True, heads=1))._replace(constant=17.3)
     grad = torch.randn(2, 1, 100, 16).to(DEVICE)
     for x, true in zip(by_kernels(kernels, call, grad), by_autograd(call, grad, torch.float64), strict=True):
         assert error(x, true) < 2e-6
@@ -522,7 +536,6 @@ def test_what_it_cannot_do(kernels, monkeypatch):
     wide = call.functions._replace(weight=torch.zeros(2, 25, 65, device=DEVICE))
     assert "bits" in reason(functions=wide)
     assert reason(k=None, causal=True) is None
-    assert "own value" in reason(k=None, own_value=True)
     monkeypatch.setattr(kernels, "_LONGEST", 19)
     assert reason() is None
     assert "so many tokens" in kernels.cannot(call, needs_grad=True)
@@ -545,6 +558,6 @@ def test_offsets_beyond_32_bits(kernels):
     expected = kernels.forward(short)[0]
     torch.testing.assert_close(out[:, :, -64:], expected, rtol=2e-3, atol=2e-3)
     grad = torch.randn_like(expected).repeat(1, 1, n // 64, 1)
-    to_q, _, to_v, _ = kernels.backward(long, grad, saved, (True, False, True, False))
+    to_q, _, to_v, _ = backward(kernels, long, grad, saved, (True, False, True, False))
     torch.testing.assert_close(to_q[:, :, :64], to_q[:, :, -64:])
     torch.testing.assert_close(to_v[:, :, :64], to_v[:, :, -64:])

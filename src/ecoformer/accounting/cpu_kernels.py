@@ -90,6 +90,8 @@ def refusal(layer: HashedAttention) -> str | None:
     hasher = layer.hasher
     if type(layer).attend is not HashedAttention.attend:
         return f"{type(layer).__name__} overrides attend"
+    if layer.bias == "official":
+        return 'bias="official"'
     if not isinstance(hasher, (KernelHasher, LshHasher)):
         return f"the kernels do not support {type(hasher).__name__}"
     if not hasher.token_wise:
@@ -104,13 +106,12 @@ def refusal(layer: HashedAttention) -> str | None:
 def kernel_counts(layer: HashedAttention, batch: int, tokens: int) -> Counts:
     """From tokens of the heads to the output."""
     hasher, rows = layer.hasher, batch * layer.num_heads * tokens
-    dim, own_value = layer.head_dim, layer.bias == "official"
+    dim = layer.head_dim
     samples = hasher.support if isinstance(hasher, KernelHasher) else 0
     functions = samples * (dim + 1 + hasher.bits) + 1 if samples else dim * hasher.bits
-    passes = 4 if own_value else 3  # values are read twice
-    moved = Counts(bytes=4 * (passes * rows * dim + layer.num_heads * functions))
+    moved = Counts(bytes=4 * (3 * rows * dim + layer.num_heads * functions))
     hashing = hashing_counts(hasher, batch, tokens)
-    return hashing + code_counts(hasher, batch, tokens, own_value=own_value) + moved
+    return hashing + code_counts(hasher, batch, tokens) + moved
 
 
 def hashing_counts(hasher: Hasher, batch: int, tokens: int) -> Counts:
@@ -129,11 +130,8 @@ def hashing_counts(hasher: Hasher, batch: int, tokens: int) -> Counts:
     return token * rows + once * hasher.num_heads
 
 
-def code_counts(hasher: Hasher, batch: int, tokens: int, *, own_value: bool = False) -> Counts:
-    """Buckets of values, their folding, tables of sums, the read and the division.
-
-    With `own_value`, a token's own value stands where the bias on the sum of values otherwise does.
-    """
+def code_counts(hasher: Hasher, batch: int, tokens: int) -> Counts:
+    """Buckets of values, their folding, tables of sums, the read and the division."""
     dim, bits, heads = hasher.head_dim, hasher.bits, batch * hasher.num_heads
     digit, wide = digit_of(bits, dim, tokens), padded(dim)
     number, widths = digits(bits, digit), [min(digit, bits - start) for start in range(0, bits, digit)]
@@ -141,13 +139,11 @@ def code_counts(hasher: Hasher, batch: int, tokens: int, *, own_value: bool = Fa
     bucket = Counts(lookup=dim, add=dim + 1) * number
     fold = Counts(add=wide + 1) + Counts(add=3 * wide + 3) * sum((1 << width) - 1 for width in widths)
 
-    table = Counts(mul=1) + mac(0 if own_value else wide << widths[0])
+    table = Counts(mul=1) + mac(wide << widths[0])
     for width in widths:
         first = (mac(wide) + Counts(add=1)) * width
         table += first + (mac(wide) + mac(1)) * ((1 << width) - 1)
 
-    added = 1 if number == 2 and not own_value else number
+    added = 1 if number == 2 else number
     read = Counts(lookup=dim) * number + Counts(add=dim + 1) * added + Counts(mul=dim)
-    if own_value:
-        read += mac(dim) + Counts(lookup=dim, add=dim)
     return (bucket + read) * (heads * tokens) + fold * (heads * -(-tokens // STRETCH)) + table * heads

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ecoformer.accounting.conventions import attention_counts, cost_of, name_of, read, written
 from ecoformer.accounting.cpu_kernels import CpuKernels, as_if_fitted
 from ecoformer.accounting.layers import Part, Parts, kind_of
-from ecoformer.backends import Plain
+from ecoformer.backends import eager
 from ecoformer.hashing import hashers_of
 from ecoformer.operations import Counts
 from ecoformer.running import eval_mode, run_on_meta, without_fast_path
@@ -154,7 +154,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if func.namespace == "ecoformer":
             with self._inside():
-                return getattr(Plain, func._opname)(*args, **kwargs)
+                return getattr(eager, func._opname)(*args, **kwargs)
         if func is torch.ops.aten.scaled_dot_product_attention.default:
             return self.attention(*args, **kwargs)
         if _is_composite(func):

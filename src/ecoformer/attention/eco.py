@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ecoformer.arguments import Bias, bias_value
+from ecoformer.affinity import Affinity, Bias
 from ecoformer.attention.base import Attention, head_dim_of
 from ecoformer.attention.registry import register_attention
-from ecoformer.functional import Surrogate, eco_attention
+from ecoformer.backends.hashing import Surrogate
+from ecoformer.functional import eco_attention
 from ecoformer.hashing import Hasher, KernelHasher, KlshHasher, LshHasher, SignHasher
 from ecoformer.operations import Counts, Operations, Product, mac
 
@@ -32,7 +33,7 @@ class HashedAttention(Attention):
         self, dim: int, num_heads: int, hasher: Hasher, *, bias: Bias = "paper", **kwargs: Any
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
-        bias_value(bias, hasher.bits)
+        Affinity.of(bias, hasher.bits)
         if (hasher.num_heads, hasher.head_dim) != (self.num_heads, self.head_dim):
             raise ValueError(
                 f"hasher is for {hasher.num_heads} heads of {hasher.head_dim} channels, "

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ecoformer.backends.fused import Call, HashFunctions, load, warn_once
+from ecoformer.backends.fused import FusedCall, HashFunctions, load, warn_once
 
 F = TypeVar("F", bound=Callable[..., Any])
 VARIABLE = "ECOFORMER_BACKEND"
@@ -86,15 +86,15 @@ def _cannot_on(name: str, device: torch.device) -> str | None:
     x = torch.zeros(1, 1, 1, 16, device=device)
     row = torch.zeros(1, 1, device=device)
     functions = HashFunctions(x[0], row, row[0], torch.zeros(1, 1, 16, device=device))
-    return why_not(name, Call(x, None, x, None, functions, 2.0, False), False)
+    return why_not(name, FusedCall.simple(x, x, functions), False)
 
 
-def why_not(name: str, call: Call, needs_grad: bool) -> str | None:
+def why_not(name: str, call: FusedCall, needs_grad: bool) -> str | None:
     """Why a call cannot be run by the fused backend `name`; None where it can."""
     return _cannot(name, needs_grad, *call.flat())
 
 
-def pick(call: Call, needs_grad: bool, wanted: str | None) -> str:
+def pick(call: FusedCall, needs_grad: bool, wanted: str | None) -> str:
     """The backend for one call: `wanted`, or the first that can run it.
 
     One that was asked for and cannot run gives way to eager with one warning.
@@ -140,4 +140,4 @@ def _preferred(device: torch.device) -> tuple[str, ...]:
 def _cannot(name: str, needs_grad: bool, *flat: Any) -> str | None:
     """Asked with single tensors, as the compiler hands tuples of them over empty or not at all."""
     module = load(name)
-    return module if isinstance(module, str) else module.cannot(Call.of(*flat), needs_grad=needs_grad)
+    return module if isinstance(module, str) else module.cannot(FusedCall.of(*flat), needs_grad=needs_grad)

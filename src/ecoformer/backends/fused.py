@@ -1,8 +1,8 @@
 """Hashed attention as one operator, from tokens to output: what a fused backend is, and its registration.
 
 A fused backend is a module `ecoformer.backends.NAME` with the functions of `Fused`. Backends compute what
-`plain` computes: tokens of whatever precision are hashed in fp32 and sums over tokens are kept in fp32. Codes
-may differ where a projection is zero up to rounding, and nowhere else.
+`plain` computes: tokens of any precision are hashed in fp32 and sums over tokens are kept in fp32. Codes may
+differ where a projection is zero up to rounding, and nowhere else.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
+from ecoformer.affinity import Affinity, group_values, mixing
 from ecoformer.arguments import one_line
 from ecoformer.backends import eager
 from ecoformer.backends.hashing import Functions, HashFunctions, Hyperplanes, codes
 
 __all__ = [
     "DTYPES",
-    "Call",
     "CannotRun",
     "Functions",
     "Fused",
+    "FusedCall",
     "Grads",
     "HashFunctions",
     "Hyperplanes",
@@ -40,9 +41,13 @@ __all__ = [
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of tokens and values that fused backends take; all others are eager's."""
+DIFFERENTIABLE = ("q", "k", "v", "key_weight", "hash weight", "key hash weight", "scale", "ratio")
+_WHERE = (0, 1, 2, 4, 8, 12, 13, 14)
+"""Where these are among the operator's tensors."""
+_TENSORS = 16
 Grads = Sequence[Tensor | None]
-Needs = tuple[bool, bool, bool, bool]
-"""Whether q, k, v and the weight want a gradient."""
+Needs = tuple[bool, ...]
+"""Whether each of `DIFFERENTIABLE` needs a gradient."""
 _PLAIN = (Tensor, Parameter, NoneType)
 
 
@@ -54,7 +59,7 @@ _broken: dict[str, str] = {}
 """Backends that raised `CannotRun`, and why."""
 
 
-class Call(NamedTuple):
+class FusedCall(NamedTuple):
     """One call of hashed attention; a query that sees no key reads zero.
 
     What a backend gets has been checked: shapes fit, tokens and values are fp32, bf16 or fp16 and not empty,
@@ -64,71 +69,105 @@ class Call(NamedTuple):
     q: Tensor
     """(B, H, N_q, D)."""
     k: Tensor | None
-    """(B, H, N_k, D), None where queries are also the keys."""
+    """(B, H, N_k, D), None where keys are made of the same tokens as queries."""
     v: Tensor
     """(B, H, N_k, C), where C may differ from D."""
     mask: Tensor | None
     """(B, N_k) bool, True for padding."""
+    key_weight: Tensor | None
+    """(B, H, N_k) of any float dtype."""
     functions: Functions
     """In fp32."""
-    beta: float
-    """What is added to the product of two codes."""
+    key_functions: Functions | None
+    """None where keys have the queries' hash functions."""
+    scale: Tensor | None
+    """(H, G) fp32: the affinity of two codes is the sum over G groups of bits of scale * ratio^d, where
+    d bits of the group differ; None where it is constant + h . g."""
+    ratio: Tensor | None
+    floor: Tensor | None
+    """(H,) fp32: denominators are at least this times the number of keys, or the sum of their weights."""
+    constant: float
     causal: bool
-    own_value: bool = False
-    """Above, beta multiplies the query's own value, zero for padding, and not the sum of all: the released
-    code's form. Queries are the keys then."""
+
+    @property
+    def bits(self) -> int:
+        """b."""
+        return self.functions.weight.shape[-1]
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return self.bits if self.scale is None else self.scale.shape[1]
+
+    @property
+    def shared_codes(self) -> bool:
+        """Whether a token's code as a query is its code as a key."""
+        return self.k is None and self.key_functions is None
+
+    def resolved(self) -> FusedCall:
+        """Without lazy minus signs (`torch._neg_view`): kernels get addresses, which do not show them."""
+        k, key_weight = (None if x is None else x.resolve_neg() for x in (self.k, self.key_weight))
+        return self._replace(q=self.q.resolve_neg(), k=k, v=self.v.resolve_neg(), key_weight=key_weight)
 
     def flat(self) -> tuple[Any, ...]:
-        """Eight tensors or None, beta, causal and own_value, as the operators take them."""
-        q, k, v, mask, functions, *rest = self
-        planes = isinstance(functions, Hyperplanes)
-        return (q, k, v, mask, *((None, None, None) if planes else ()), *functions, *rest)
+        """As the operators take them: `_TENSORS` tensors or None, then numbers."""
+        functions, key_functions = _spread(self.functions), _spread(self.key_functions)
+        return (*self[:5], *functions, *key_functions, *self[7:])
 
     @classmethod
-    def of(
-        cls,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor,
-        mask: Tensor | None,
-        support: Tensor | None,
-        mean: Tensor | None,
-        sigma: Tensor | None,
-        weight: Tensor,
-        beta: float,
-        causal: bool,
-        own_value: bool,
-    ) -> Call:
+    def of(cls, *flat: Any) -> FusedCall:
         """The call that `flat` laid out."""
-        functions: Functions = Hyperplanes(weight)
-        if support is not None and mean is not None and sigma is not None:
-            functions = HashFunctions(support, mean, sigma, weight)
-        return cls(q, k, v, mask, functions, beta, causal, own_value)
+        fields: tuple[Any, ...] = (*flat[:5], _joined(flat[5:9]), _joined(flat[9:13]), *flat[13:])
+        return cls._make(fields)
+
+    @classmethod
+    def simple(cls, q: Tensor, v: Tensor, functions: Functions) -> FusedCall:
+        """The paper's attention without further options."""
+        bits = functions.weight.shape[-1]
+        constant = Affinity.paper(bits).constant(bits) or 0.0
+        return cls(q, None, v, None, None, functions, None, None, None, None, constant, False)
+
+    def differentiable(self) -> list[Tensor | None]:
+        """The tensors named by `DIFFERENTIABLE`."""
+        flat = self.flat()
+        return [flat[i] for i in _WHERE]
+
+
+def _spread(functions: Functions | None) -> tuple[Tensor | None, ...]:
+    if functions is None:
+        return None, None, None, None
+    return (None, None, None, *functions) if isinstance(functions, Hyperplanes) else tuple(functions)
+
+
+def _joined(tensors: Sequence[Tensor | None]) -> Any:
+    if tensors[3] is None:
+        return None
+    return Hyperplanes(tensors[3]) if tensors[0] is None else HashFunctions(*cast(Any, tensors))
 
 
 class Fused(Protocol):
     """The functions of a fused backend's module."""
 
     @staticmethod
-    def cannot(call: Call, *, needs_grad: bool) -> str | None:
+    def cannot(call: FusedCall, *, needs_grad: bool) -> str | None:
         """Why this call cannot be run, in a few words without numbers; None where it can.
 
-        A backend that has no gradient for `functions.weight` refuses `needs_grad` where that requires one.
+        A backend that lacks the gradient of an input refuses `needs_grad` where that requires one.
         """
 
     @staticmethod
-    def forward(call: Call, /, *, keep: bool = True) -> tuple[Tensor, list[Tensor]]:
-        """The output, as `empty_out` made it, and new tensors that the backward wants; none unless `keep`."""
+    def forward(call: FusedCall, /, *, keep: bool = True) -> tuple[Tensor, list[Tensor]]:
+        """The output, as `empty_out` made it, and new tensors for the backward; none unless `keep`."""
 
     @staticmethod
-    def kept(call: Call, /) -> list[Tensor]:
-        """Empty tensors of the shapes, dtypes and strides of those that `forward` hands to the backward."""
+    def kept(call: FusedCall, /) -> list[Tensor]:
+        """Empty tensors of the shapes, dtypes and strides of those that `forward` keeps for the backward."""
 
     @staticmethod
-    def backward(call: Call, grad: Tensor, saved: list[Tensor], needs: Needs, /) -> Grads:
-        """Contiguous gradients of q, k, v and `functions.weight`, in their dtypes; None where not needed.
+    def backward(call: FusedCall, grad: Tensor, saved: list[Tensor], needs: Needs, /) -> Grads:
+        """Contiguous gradients of `DIFFERENTIABLE` in their dtypes; None where not needed.
 
-        Queries that are also the keys get both parts of their gradient as that of q.
+        Where keys are made of the queries' tokens, the gradient of q has both parts.
         """
 
 
@@ -147,79 +186,93 @@ def _import(name: str) -> Fused | str:
 
 @cache
 def warn_once(name: str, reason: str) -> None:
-    """Say once in a process that a backend could not run."""
-    warnings.warn(f'backend "{name}" cannot run, so that eager does: {reason}', stacklevel=2)
+    """Warn once in a process that a backend could not run."""
+    warnings.warn(f"backend '{name}' is unavailable ({reason}); using 'eager'", stacklevel=2)
 
 
 def empty_out(q: Tensor, v: Tensor) -> Tensor:
-    """Room for the output (B, H, N_q, C) in v's dtype, token by token: heads join without a copy."""
+    """Memory for the output (B, H, N_q, C) in v's dtype, token by token: heads join without a copy."""
     batch, heads, tokens, _ = q.shape
     return v.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
 
 
-def plain(call: Call) -> Tensor:
+def plain(call: FusedCall) -> Tensor:
     """The same in plain PyTorch."""
-    q, k, v, mask, functions, beta, causal, own_value = call
+    v, mask = call.v, call.mask
     with eager.full_precision(v.device):
-        hq = codes(q, functions)
-        hk = hq if k is None else codes(k, functions)
-        bits = hq.shape[-1]
+        hq = codes(call.q, call.functions)
+        hk = hq
+        if not call.shared_codes:
+            tokens = call.q if call.k is None else call.k
+            hk = codes(tokens, call.key_functions or call.functions)
+        fq, fk, weights = hq, hk, eager.Weights(None, call.constant, None)
+        if call.scale is not None and call.ratio is not None and call.floor is not None:
+            fq, fk = (group_values(h, call.groups) for h in (hq, hk))
+            mix = mixing(call.scale, call.ratio, call.bits // call.groups)
+            weights = eager.Weights(mix, 0.0, call.floor.view(-1, 1, 1))
         wide = None if mask is None else mask[:, None].expand(v.shape[:-1])
-        if causal:
-            return eager.causal(hq, hk, v, wide, None, bits, beta, own_value)
-        own = eager.without(wide, v) if own_value else None
-        return eager.read(hq, eager.sums(hk, v, wide, bits), own, bits, beta, v.dtype)
+        if call.causal:
+            product = eager.causal_product
+            out = eager.causal(fq, fk, v, wide, call.key_weight, None, weights, False, product)
+        else:
+            out = eager.read(fq, eager.sums(fk, v, wide, call.key_weight), weights, None)
+        return out.to(v.dtype)
 
 
-def run(name: str, call: Call, needs_grad: bool) -> Tensor:
+def run(name: str, call: FusedCall, needs_grad: bool) -> Tensor:
     """Attention by the backend `name`, which has said that it can."""
     flat = call.flat()
     out: Tensor
-    if torch.compiler.is_compiling() or any(type(x) not in _PLAIN for x in flat[:8]):
+    if torch.compiler.is_compiling() or any(type(x) not in _PLAIN for x in flat[:_TENSORS]):
         out = eco_attention(*flat, name)[0]
     elif needs_grad:
-        out = _Quick.apply(*flat, name)  # type: ignore[no-untyped-call]
+        out = _Direct.apply(*flat, name)  # type: ignore[no-untyped-call]
     else:
         out = _forward(name, call, keep=False)[0]
     return out
 
 
-def _forward(name: str, call: Call, keep: bool) -> tuple[Tensor, list[Tensor]]:
+def _forward(name: str, call: FusedCall, keep: bool) -> tuple[Tensor, list[Tensor]]:
     """By the backend, or by eager where that breaks."""
     module = load(name)
     if isinstance(module, str):
         reason = module
     else:
         try:
-            return module.forward(call, keep=keep)
+            return module.forward(call.resolved(), keep=keep)
         except CannotRun as error:
             reason = _broken[name] = str(error)
     return _instead(name, call, keep, reason)
 
 
-def _instead(name: str, call: Call, keep: bool, reason: str) -> tuple[Tensor, list[Tensor]]:
-    """By eager, with room for what the backend would have kept."""
+def _instead(name: str, call: FusedCall, keep: bool, reason: str) -> tuple[Tensor, list[Tensor]]:
+    """By eager, with memory for what the backend would have kept."""
     warn_once(name, reason)
     out = empty_out(call.q, call.v)
     out.copy_(plain(call))
     return out, _kept(name, call) if keep else []
 
 
-def _kept(name: str, call: Call) -> list[Tensor]:
+def _kept(name: str, call: FusedCall) -> list[Tensor]:
     module = _import(name)
     return [] if isinstance(module, str) else module.kept(call)
 
 
+_ARGUMENTS = (
+    "Tensor q, Tensor? k, Tensor v, Tensor? mask, Tensor? key_weight, Tensor? support, Tensor? mean, "
+    "Tensor? sigma, Tensor weight, Tensor? key_support, Tensor? key_mean, Tensor? key_sigma, "
+    "Tensor? key_hash_weight, Tensor? scale, Tensor? ratio, Tensor? floor, float constant, bool causal, "
+    "str backend"
+)
+
+
 @torch.library.custom_op(
-    "ecoformer::eco_attention",
-    mutates_args=(),
-    schema="(Tensor q, Tensor? k, Tensor v, Tensor? mask, Tensor? support, Tensor? mean, Tensor? sigma, "
-    "Tensor weight, float beta, bool causal, bool own_value, str backend) -> (Tensor, Tensor[])",
+    "ecoformer::eco_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor[])"
 )
 def eco_attention(*arguments: Any) -> tuple[Tensor, list[Tensor]]:
-    """Tokens to output by the named backend, and what its backward wants; where it cannot run, eager does."""
+    """Tokens to output by the named backend, and what its backward needs; where it cannot run, by eager."""
     *flat, backend = arguments
-    module, call = load(backend), Call.of(*flat)
+    module, call = load(backend), FusedCall.of(*flat)
     # Compiled code has its answer from the time when it was compiled.
     reason = None if isinstance(module, str) else module.cannot(call, needs_grad=False)
     return _forward(backend, call, keep=True) if reason is None else _instead(backend, call, True, reason)
@@ -228,13 +281,13 @@ def eco_attention(*arguments: Any) -> tuple[Tensor, list[Tensor]]:
 @eco_attention.register_fake
 def _(*arguments: Any) -> tuple[Tensor, list[Tensor]]:
     *flat, backend = arguments
-    call = Call.of(*flat)
+    call = FusedCall.of(*flat)
     return empty_out(call.q, call.v), _kept(backend, call)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]]) -> None:
-    *tensors, ctx.beta, ctx.causal, ctx.own_value, ctx.backend = inputs
-    ctx.save_for_backward(*tensors, *output[1])
+    ctx.numbers, ctx.backend = inputs[_TENSORS:-1], inputs[-1]
+    ctx.save_for_backward(*inputs[:_TENSORS], *output[1])
 
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> Grads:
@@ -244,28 +297,29 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> Grads:
 def _gradients(ctx: Any, grad: Tensor, backward: Callable[..., Grads]) -> Grads:
     """Of all inputs of the operator, by the operator's backward or by the function that it calls."""
     tensors = ctx.saved_tensors
-    flat, saved = (*tensors[:8], ctx.beta, ctx.causal, ctx.own_value), list(tensors[8:])
-    asked = ctx.needs_input_grad
-    needs = [asked[0], asked[1], asked[2], asked[7]]
+    flat, saved = (*tensors[:_TENSORS], *ctx.numbers), list(tensors[_TENSORS:])
+    needs = [ctx.needs_input_grad[i] for i in _WHERE]
     if isinstance(load(ctx.backend), str):
-        found = plain_backward(Call.of(*flat), grad, needs)
+        found = plain_backward(FusedCall.of(*flat), grad, needs)
     else:
         found = backward(grad, *flat, ctx.backend, saved, needs)
-    to_q, to_k, to_v, to_weight = (x if needed else None for x, needed in zip(found, needs, strict=True))
-    return to_q, to_k, to_v, None, None, None, None, to_weight, None, None, None, None
+    grads: list[Tensor | None] = [None] * (len(flat) + 1)
+    for i, x, needed in zip(_WHERE, found, needs, strict=True):
+        grads[i] = x if needed else None
+    return tuple(grads)
 
 
 eco_attention.register_autograd(_backward, setup_context=_setup)
 
 
-class _Quick(torch.autograd.Function):
+class _Direct(torch.autograd.Function):
     """The operator outside of compiled code, without what `torch.library` adds: a millisecond a layer."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         """As `eco_attention`, the output alone."""
         *flat, backend = inputs
-        output = _forward(backend, Call.of(*flat), keep=True)
+        output = _forward(backend, FusedCall.of(*flat), keep=True)
         _setup(ctx, inputs, output)
         return output[0]
 
@@ -274,33 +328,31 @@ class _Quick(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         """As the operator's."""
         try:
-            return tuple(_gradients(ctx, grad, _backward_by))
+            return _gradients(ctx, grad, _backward_by)
         except CannotRun as error:
             # From now on `_gradients` takes eager's.
             _broken[ctx.backend] = str(error)
             warn_once(ctx.backend, str(error))
-            return tuple(_gradients(ctx, grad, _backward_by))
+            return _gradients(ctx, grad, _backward_by)
 
 
 def _backward_by(*arguments: Any) -> Grads:
-    """Gradients of q, k, v and weight by the named backend, None where not needed."""
+    """Gradients of `DIFFERENTIABLE` by the named backend, None where not needed."""
     grad, *flat, backend, saved, needs = arguments
-    module, call = load(backend), Call.of(*flat)
+    module, call = load(backend), FusedCall.of(*flat)
     if isinstance(module, str):
-        raise CannotRun(f'backend "{backend}" broke in compiled code ({module}): set ECOFORMER_BACKEND=eager')
-    found = module.backward(call, grad, saved, tuple(needs))
-    for name, x, needed in zip(("q", "k", "v", "weight"), found, needs, strict=True):
+        raise CannotRun(f"backend '{backend}' broke in compiled code ({module}): set ECOFORMER_BACKEND=eager")
+    found = module.backward(call.resolved(), grad.resolve_neg(), saved, tuple(needs))
+    for name, x, needed in zip(DIFFERENTIABLE, found, needs, strict=True):
         if needed and x is None:
-            raise RuntimeError(f'backend "{backend}" gave no gradient for {name}')
+            raise RuntimeError(f"backend '{backend}' gave no gradient for {name}")
     return found
 
 
 @torch.library.custom_op(
     "ecoformer::eco_attention_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor q, Tensor? k, Tensor v, Tensor? mask, Tensor? support, Tensor? mean, "
-    "Tensor? sigma, Tensor weight, float beta, bool causal, bool own_value, str backend, Tensor[] saved, "
-    "bool[] needs) -> Tensor[]",
+    schema=f"(Tensor grad, {_ARGUMENTS}, Tensor[] saved, bool[] needs) -> Tensor[]",
 )
 def eco_attention_backward(*arguments: Any) -> list[Tensor]:
     """The same, with empty tensors where not needed."""
@@ -311,21 +363,22 @@ def eco_attention_backward(*arguments: Any) -> list[Tensor]:
 @eco_attention_backward.register_fake
 def _(*arguments: Any) -> list[Tensor]:
     _, *flat, _, _, needs = arguments
-    call = Call.of(*flat)
-    inputs, weight = (call.q, call.k, call.v, call.functions.weight), call.functions.weight
+    inputs, like = FusedCall.of(*flat).differentiable(), flat[8]
     return [
-        weight.new_empty(0) if x is None or not needed else x.new_empty(x.shape)
+        like.new_empty(0) if x is None or not needed else x.new_empty(x.shape)
         for x, needed in zip(inputs, needs, strict=True)
     ]
 
 
-def plain_backward(call: Call, grad: Tensor, needs: Sequence[bool]) -> Grads:
-    """Gradients of `plain`, which computes the output anew."""
-    inputs = (call.q, call.q if call.k is None else call.k, call.v, call.functions.weight)
-    leaves = [x.detach().requires_grad_(needed) for x, needed in zip(inputs, needs, strict=True)]
-    q, k, v, weight = leaves
-    functions = call.functions._replace(weight=weight)
+def plain_backward(call: FusedCall, grad: Tensor, needs: Sequence[bool]) -> Grads:
+    """Gradients of `plain`, which computes the output again."""
+    flat = list(call.flat())
+    leaves = []
+    for i, needed in zip(_WHERE, needs, strict=True):
+        if needed:
+            flat[i] = flat[i].detach().requires_grad_()
+            leaves.append(flat[i])
     with torch.enable_grad():
-        out = plain(call._replace(q=q, k=None if call.k is None else k, v=v, functions=functions))
-    grads = iter(torch.autograd.grad(out, [x for x in leaves if x.requires_grad], grad))
+        out = plain(FusedCall.of(*flat))
+    grads = iter(torch.autograd.grad(out, leaves, grad))
     return [next(grads) if needed else None for needed in needs]

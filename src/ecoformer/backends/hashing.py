@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+Surrogate = Literal["hardtanh", "sigmoid"]
 
 
 class HashFunctions(NamedTuple):
@@ -29,6 +31,53 @@ class Hyperplanes(NamedTuple):
 
 
 Functions = HashFunctions | Hyperplanes
+
+
+def check_functions(name: str, functions: Functions) -> tuple[int, int, int]:
+    """Heads, channels and bits; refuses tensors that do not fit each other: kernels would read past them."""
+    weight = functions.weight
+    if isinstance(functions, Hyperplanes):
+        if weight.ndim != 3:
+            raise ValueError(f"{name}'s weight must be (H, D, b), got {tuple(weight.shape)}")
+        heads, dim, bits = weight.shape
+        return heads, dim, bits
+    shapes = [tuple(x.shape) for x in functions]
+    fitting = [len(shape) for shape in shapes] == [3, 2, 1, 3]
+    if not fitting or shapes[1:3] != [shapes[0][:2], shapes[0][:1]] or shapes[3][:2] != shapes[0][:2]:
+        named = ", ".join(f"{field} {shape}" for field, shape in zip(functions._fields, shapes, strict=True))
+        raise ValueError(
+            f"{name}'s support (H, m, D), mean (H, m), sigma (H,) and weight (H, m, b) must fit each other, "
+            f"got {named}"
+        )
+    return shapes[0][0], shapes[0][2], shapes[3][2]
+
+
+def transforming() -> bool:
+    """Whether `torch.func` transforms or forward-mode AD are active."""
+    # PyTorch's own autograd.Function asks the same question; there is no public name for it.
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def check_surrogate(surrogate: str) -> None:
+    """Refuse a surrogate gradient that `sign_ste` does not have."""
+    if surrogate not in ("hardtanh", "sigmoid"):
+        raise ValueError(f'surrogate must be "hardtanh" or "sigmoid", got {surrogate!r}')
+
+
+def sign_ste(x: Tensor, surrogate: Surrogate = "hardtanh", zero: float = 1.0) -> Tensor:
+    """sign(x) in the forward pass, the gradient of a smooth surrogate in the backward pass.
+
+    "hardtanh" passes the gradient where |x| <= 1 (the paper); "sigmoid" is that of 2 / (1 + e^-x) - 1.
+    `zero` is sign(0): +1 in the paper, 0 in the released code. NaN stays NaN.
+    """
+    check_surrogate(surrogate)
+    with torch.no_grad():
+        codes = torch.where(x > 0, 1.0, torch.where(x < 0, -1.0, torch.where(x == 0, zero, x))).to(x.dtype)
+    if not x.requires_grad and not transforming():
+        return codes
+    smooth = x.clamp(-1, 1) if surrogate == "hardtanh" else 2 * torch.sigmoid(x) - 1
+    # (smooth - smooth) is zero, so the value stays exactly ±1 while the gradient is that of `smooth`.
+    return codes + (smooth - smooth.detach())
 
 
 def unit_length(tokens: Tensor) -> Tensor:
@@ -60,7 +109,4 @@ def project(tokens: Tensor, functions: Functions) -> Tensor:
 
 def codes(tokens: Tensor, functions: Functions) -> Tensor:
     """Codes (B, H, N, b) of ±1 in fp32; sign(0) is +1, NaN stays NaN, the gradient passes where |y| <= 1."""
-    y = project(tokens.float(), functions)
-    signs = torch.where(y >= 0, 1.0, torch.where(y < 0, -1.0, y)).detach()
-    smooth = y.clamp(-1, 1)
-    return signs + (smooth - smooth.detach()) if y.requires_grad else signs
+    return sign_ste(project(tokens.float(), functions))

@@ -18,8 +18,7 @@ from ecoformer import reference
 from ecoformer.arguments import one_line
 from ecoformer.attention import Attention, HashedAttention, SoftmaxAttention
 from ecoformer.backends.choice import available, use_backend, why_not
-from ecoformer.backends.fused import DTYPES
-from ecoformer.backends.fused import Call as FusedCall
+from ecoformer.backends.fused import DTYPES, FusedCall
 from ecoformer.benchmarking.results import Check
 from ecoformer.functional import sign_ste
 from ecoformer.hashing import FitOptions, Hasher, KernelHasher
@@ -143,7 +142,7 @@ def hashed_backends(
         if (functions := hasher.functions()) is None:
             return ["eager"]
         token = torch.zeros(1, hasher.num_heads, 1, hasher.head_dim, device=device)
-        calls.append(FusedCall(token, None, token, None, functions, 2.0, False))
+        calls.append(FusedCall.simple(token, token, functions))
     names = available(device)
     return [n for n in names if n == "eager" or all(why_not(n, call, needs_grad) is None for call in calls)]
 

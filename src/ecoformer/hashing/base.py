@@ -14,8 +14,7 @@ from typing_extensions import Self
 
 from ecoformer.arguments import shape
 from ecoformer.backends.eager import full_precision
-from ecoformer.backends.hashing import Functions
-from ecoformer.functional import Surrogate, check_surrogate, sign_ste
+from ecoformer.backends.hashing import Functions, Surrogate, check_surrogate, sign_ste
 from ecoformer.hashing.quality import HashQuality, hash_quality
 from ecoformer.hashing.solver import FitOptions, Tick
 from ecoformer.operations import Described

@@ -8,8 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ecoformer.backends.hashing import Hyperplanes, project, unit_length
-from ecoformer.functional import Surrogate
+from ecoformer.backends.hashing import Hyperplanes, Surrogate, project, unit_length
 from ecoformer.hashing.base import Hasher, wide_dtype
 from ecoformer.operations import Operations, Product
 from ecoformer.randomness import seeded

@@ -12,18 +12,20 @@ from functools import cache
 from torch import Tensor
 
 from ecoformer.arguments import one_line
-from ecoformer.backends.fused import Call, CannotRun, Grads, Needs
+from ecoformer.backends.fused import CannotRun, FusedCall, Grads, Needs
 
 __all__ = ["backward", "cannot", "forward", "kept"]
 
 
-def cannot(call: Call, *, needs_grad: bool) -> str | None:
+def cannot(call: FusedCall, *, needs_grad: bool) -> str | None:
     """Why this call cannot be run; None where it can."""
     device = call.q.device.type
     if device != "cpu":
         return f"it runs on the CPU, tokens are on {device}"
     if not _installed():
         return "numba is not installed: pip install 'ecoformer[cpu]'"
+    if call.scale is not None or call.key_functions is not None or call.key_weight is not None:
+        return "it has no kernel for groups of bits, keys' own hash functions or weights"
     return "it has no gradient" if needs_grad else None
 
 
@@ -32,13 +34,13 @@ def _installed() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-def forward(call: Call, *, keep: bool = True) -> tuple[Tensor, list[Tensor]]:
+def forward(call: FusedCall, *, keep: bool = True) -> tuple[Tensor, list[Tensor]]:
     """The output, and nothing for a backward."""
     return _attend()(call), []
 
 
 @cache
-def _attend() -> Callable[[Call], Tensor]:
+def _attend() -> Callable[[FusedCall], Tensor]:
     """The kernels, compiled or read from numba's cache."""
     try:
         from ecoformer.backends.cpu.launch import attend
@@ -48,11 +50,11 @@ def _attend() -> Callable[[Call], Tensor]:
     return attend
 
 
-def kept(call: Call) -> list[Tensor]:
+def kept(call: FusedCall) -> list[Tensor]:
     """Nothing is kept for a backward."""
     return []
 
 
-def backward(call: Call, grad: Tensor, saved: list[Tensor], needs: Needs) -> Grads:
+def backward(call: FusedCall, grad: Tensor, saved: list[Tensor], needs: Needs) -> Grads:
     """There is none: `cannot` says so."""
     raise NotImplementedError("the CPU backend has no gradient")

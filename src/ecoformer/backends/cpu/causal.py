@@ -9,7 +9,7 @@ import numpy as np
 from ecoformer.backends.cpu.compiler import float32, inlined, int64
 from ecoformer.backends.cpu.hashing import hash_tokens
 from ecoformer.backends.cpu.problem import BLOCK, Places, Problem, padded
-from ecoformer.backends.cpu.rows import carry_row, divide_row, running_row, table_row
+from ecoformer.backends.cpu.rows import carry_row, divide_row, running_row
 from ecoformer.backends.cpu.vectors import floats, octets
 
 _padded = inlined(padded)
@@ -67,7 +67,7 @@ def _step(
         whole[at.tallies + p.bits + 1] |= nans[key]
     for i in range(wide):
         room[at.row + i] = _ZERO
-    below = p.beta * whole[at.tallies + p.bits]
+    below = p.constant * whole[at.tallies + p.bits]
     for r in range(p.bits + 1):
         sign = weight = int64(1)
         if r < p.bits:
@@ -76,7 +76,7 @@ def _step(
                 whole[at.tallies + r] += sign
             below += weight * whole[at.tallies + r]
         else:
-            weight = int64(0) if p.own_value else int64(p.beta)
+            weight = int64(p.constant)
         running_row(
             room,
             recent + r * wide,
@@ -90,8 +90,6 @@ def _step(
             float32(sign),
             float32(weight),
         )
-    if p.own_value:
-        table_row(room, at.row, room, at.row, values, value, p.channels, float32(p.beta))
     by = float32(1) if whole[at.tallies + p.bits] == 0 else float32(below)
     by = float32(np.nan) if whole[at.tallies + p.bits + 1] or nans[query] else by
     out = batch * p.out_batch + head * p.out_head + token * p.out_token

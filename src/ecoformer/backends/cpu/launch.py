@@ -22,7 +22,7 @@ from ecoformer.backends.cpu.problem import (
     places,
 )
 from ecoformer.backends.cpu.threads import run_team, scratch
-from ecoformer.backends.fused import Call, empty_out
+from ecoformer.backends.fused import FusedCall, empty_out
 from ecoformer.backends.hashing import HashFunctions
 
 _LEAST = 256
@@ -61,7 +61,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def attend(call: Call) -> Tensor:
+def attend(call: FusedCall) -> Tensor:
     """Attention by as many threads as PyTorch would use."""
     mask, functions = call.mask, call.functions
     q, v = _rows(call.q), _rows(call.v)
@@ -76,7 +76,7 @@ def attend(call: Call) -> Tensor:
     plan = _plan(groups, n_queries, n_keys, dim, channels, samples, bits, 1 if call.causal else threads)
     shared = _shared(groups, n_keys, channels, bits, plan.pieces) if plan.pieces > 1 else None
     numbers = [batch, heads, n_queries, n_keys, dim, channels, samples, bits, plan.digit, plan.pieces]
-    numbers += [int(call.beta), int(call.own_value), *_place(q), *_place(keys), *_place(v), *_place(out)]
+    numbers += [int(call.constant), *_place(q), *_place(keys), *_place(v), *_place(out)]
     numbers += [0, 0, 0] if mask is None else [mask.data_ptr(), *mask.stride()]
     numbers += ([] if samples else [0, 0, 0]) + [x.data_ptr() for x in tensors]
     numbers += [0, 0, 0] if shared is None else [x.data_ptr() for x in shared]

@@ -36,9 +36,8 @@ class Problem(NamedTuple):
     """Bits of a code that select a bucket together."""
     pieces: int
     """Into how many parts the tokens of a head are split."""
-    beta: int
-    own_value: int
-    """1 where beta multiplies a query's own value above, and not the sum of all."""
+    constant: int
+    """Weight of the constant feature."""
     q: int
     q_batch: int
     q_head: int
@@ -163,7 +162,7 @@ def places(dim: int, channels: int, samples: int, bits: int, digit: int, keys: i
     denominators = rows
     tallies = denominators + rows
     wheres = tallies + padded(bits + 2)
-    codes = wheres + padded(digits(bits, digit) + 1)  # a row a digit, and a query's own
+    codes = wheres + padded(digits(bits, digit))
     end = integers * 4 + (codes + tokens) * 8 + tokens
     return Places(
         0,

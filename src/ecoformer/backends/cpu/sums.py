@@ -144,8 +144,7 @@ def tabulate(
     p: Problem, at: Places, room: Any, whole: Any, sums: Any, sums0: int, tallies: Any, tally: int
 ) -> None:
     """Tables of numerators and denominators: a digit's first row has all its bits at -1, each bit adds twice
-    its sum. The bias, far larger than the rest, joins the first digit's rows last, which rounds it once; that
-    of a query's own value is left to the query.
+    its sum. The constant, far larger than the rest, joins the first digit's rows last, which rounds it once.
     """
     wide = _padded(p.channels)
     for g in range(_digits(p.bits, p.digit)):
@@ -154,7 +153,7 @@ def tabulate(
         count = min(p.digit, p.bits - g * p.digit)
         for i in range(wide):
             room[base + i] = _ZERO
-        whole[below] = p.beta * tallies[tally + p.bits] if g == 0 else 0
+        whole[below] = p.constant * tallies[tally + p.bits] if g == 0 else 0
         for r in range(count):
             bit = g * p.digit + r
             table_row(room, base, room, base, sums, sums0 + bit * wide, wide, float32(-1))
@@ -166,10 +165,10 @@ def tabulate(
                 to = base + (low + half) * wide
                 table_row(room, to, room, base + low * wide, sums, sums0 + bit * wide, wide, float32(2))
                 whole[below + low + half] = whole[below + low] + 2 * tallies[tally + bit]
-        if g == 0 and not p.own_value:
+        if g == 0:
             for row in range(int64(1) << count):
                 to = base + row * wide
-                table_row(room, to, room, to, sums, sums0 + p.bits * wide, wide, float32(p.beta))
+                table_row(room, to, room, to, sums, sums0 + p.bits * wide, wide, float32(p.constant))
 
 
 @inlined
@@ -193,9 +192,6 @@ def scatter(
     start = batch * p.q_batch + head * p.q_head
     broken = tallies[tally + p.bits + 1] != 0
     nobody = tallies[tally + p.bits] == 0
-    if p.own_value:  # a row of zeros to add it to
-        for i in range(_padded(p.channels)):
-            room[at.row + _padded(p.channels) + i] = _ZERO
     for begin in range(first, last, BLOCK):
         count = min(BLOCK, last - begin)
         at_code = int64(to + begin)
@@ -228,15 +224,13 @@ def _read(
     nobody: bool,
     broken: bool,
 ) -> None:
-    out, values = floats(p.out), floats(p.v)
-    out0 = batch * p.out_batch + head * p.out_head
-    v0, mask0 = batch * p.v_batch + head * p.v_head, batch * p.mask_batch
+    out, out0 = floats(p.out), batch * p.out_batch + head * p.out_head
     wide, number, low = _padded(p.channels), _digits(p.bits, p.digit), (int64(1) << p.digit) - 1
-    rows = whole[at.rows : at.rows + number + 1]
+    rows = whole[at.rows : at.rows + number]
     for t in range(count):
         code = codes[to + t]
         below = int64(0)
-        if number == 2 and not p.own_value:
+        if number == 2:
             one, two = _pair(code, p.digit)
             below = whole[at.denominators + one] + whole[at.denominators + two]
             by = _divisor(below, nobody, broken or nans[to + t] != 0)
@@ -248,10 +242,4 @@ def _read(
             rows[g] = at.tables + row * wide
             below += whole[at.denominators + row]
         by = _divisor(below, nobody, broken or nans[to + t] != 0)
-        taken = number
-        if p.own_value and not (p.mask and octets(p.mask)[mask0 + (begin + t) * p.mask_token]):
-            value = v0 + (begin + t) * p.v_token
-            table_row(room, at.row, room, at.row + wide, values, value, p.channels, float32(p.beta))
-            rows[number] = at.row
-            taken = number + 1
-        read_rows(out, out0 + (begin + t) * p.out_token, room, rows, taken, p.channels, by)
+        read_rows(out, out0 + (begin + t) * p.out_token, room, rows, number, p.channels, by)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ecoformer.backends.fused import DTYPES, Call, HashFunctions
+from ecoformer.backends.fused import DTYPES, FusedCall, HashFunctions
 from ecoformer.backends.triton.configs import capability
 from ecoformer.backends.triton.hashing import INTERPRETED, VERSION
 from ecoformer.backends.triton.launch import forward, kept
@@ -21,17 +21,17 @@ _LONGEST = 1 << 30
 """Tokens whose places in what a backward keeps fit 32 bits."""
 
 
-def cannot(call: Call, *, needs_grad: bool) -> str | None:
+def cannot(call: FusedCall, *, needs_grad: bool) -> str | None:
     """Why the kernels cannot run, in a few words; None where they can."""
-    q, k, v, _, functions, _, causal, own_value = call
+    q, k, v, functions = call.q, call.k, call.v, call.functions
     if VERSION < (3, 3):
         # The compiler of 3.2 does not fail on some backward kernels, it aborts the process.
         return "it needs Triton 3.3"
     if not isinstance(functions, HashFunctions):
         return "it has no kernel for hash functions by hyperplanes"
-    if own_value:
-        return "it has no kernel for a bias that is a query's own value"
-    if causal and k is not None:
+    if call.scale is not None or call.key_functions is not None or call.key_weight is not None:
+        return "it has no kernel for groups of bits, keys' own hash functions or weights"
+    if call.causal and k is not None:
         return "it has no kernel for causal order with keys of their own"
     if q.dtype not in DTYPES or v.dtype not in DTYPES:
         return "it takes fp32, bf16 and fp16"

@@ -1,25 +1,16 @@
-"""How kernels are launched: block sizes by default, or what `tune` measured, kept in the user's cache folder.
-
-Nothing is measured at import or in a call: `tuning.tune` does it when it is asked to, and writes a small JSON
-file by device, Triton version and class of shapes.
-"""
+"""How kernels are launched: block sizes, warps and programs by the sizes of a call."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
-import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 
 from ecoformer.backends.triton import plans
-from ecoformer.files import replace_text
 
 Step = Literal["gather", "read", "gather_grad", "token_grad"]
 STEPS: tuple[Step, ...] = ("gather", "read", "gather_grad", "token_grad")
@@ -74,13 +65,6 @@ class Sizes(NamedTuple):
     dtype: torch.dtype
 
     @property
-    def key(self) -> str:
-        """Its class: rows and tokens by powers of two."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        rows, tokens = (1 << (x - 1).bit_length() for x in (self.rows, self.tokens))
-        return f"{dtype} r{rows} n{tokens} d{self.dim} e{self.value_dim} m{self.support} b{self.bits}"
-
-    @property
     def bulk(self) -> int:
         """Bytes that a token takes on the chip, roughly: anything but bf16 is widened there."""
         widths = (self.dim, self.value_dim, self.support, self.bits)
@@ -91,21 +75,12 @@ _trials: dict[Step, Config] = {}
 _reduced: dict[tuple[Step, Sizes], Config] = {}
 
 
-def choose(step: Step, sizes: Sizes, device: torch.device) -> Config:
-    """The configuration on trial, else the one that was found to fit, the measured one, or the default."""
+def choose(step: Step, sizes: Sizes) -> Config:
+    """The configuration on trial, else the one that was found to fit, or the default."""
     if step in _trials:
         return _trials[step]
     if (step, sizes) in _reduced:
         return _reduced[step, sizes]
-    return _best(step, sizes, device)
-
-
-@lru_cache(maxsize=1024)
-def _best(step: Step, sizes: Sizes, device: torch.device) -> Config:
-    if device.type == "cuda":
-        found = measured().get(device_key(device), {}).get(sizes.key, {}).get(step)
-        if found is not None and not has_async_products(Config(*found)):
-            return Config(*found)
     return default(step, sizes)
 
 
@@ -173,42 +148,6 @@ def trial(**configs: Config) -> Iterator[None]:
         _trials.clear()
         _trials.update(before)
         plans.forget()
-
-
-def cache_file() -> Path:
-    """Where measurements are kept: ECOFORMER_CACHE, or the user's cache folder."""
-    own = os.environ.get("ECOFORMER_CACHE")
-    shared = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ecoformer"
-    return (Path(own) if own else shared) / "triton.json"
-
-
-@cache
-def device_key(device: torch.device) -> str:
-    """A device's name and Triton's version: what was measured elsewhere does not count."""
-    return f"{torch.cuda.get_device_name(device)}, triton {triton.__version__}"
-
-
-@cache
-def measured() -> dict[str, dict[str, dict[str, list[int]]]]:
-    """Configurations by device, class of sizes and step; a file that cannot be read counts as empty."""
-    try:
-        found = json.loads(cache_file().read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def remember(sizes: Sizes, device: torch.device, configs: dict[Step, Config]) -> Path:
-    """Add measured configurations to the file, which is replaced as a whole."""
-    table = measured()
-    entry = table.setdefault(device_key(device), {}).setdefault(sizes.key, {})
-    entry.update({step: list(config) for step, config in configs.items()})
-    path = cache_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, json.dumps(table, indent=1, sort_keys=True))
-    _best.cache_clear()
-    plans.forget()
-    return path
 
 
 def sizes_of(

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ecoformer.backends.fused import Call, HashFunctions, empty_out
+from ecoformer.backends.fused import FusedCall, HashFunctions, empty_out
 from ecoformer.backends.triton import causal, plans
 from ecoformer.backends.triton import forward as ahead
 from ecoformer.backends.triton import state as states
@@ -60,29 +60,30 @@ def _constants(samples: int, dim: int, channels: int, bits: int) -> tuple[dict[s
     return reading, {"D": dim, "M": samples, "BD": padded(dim), "BM": padded(samples), **reading}
 
 
-def tensors_of(call: Call) -> list[Tensor | None]:
+def tensors_of(call: FusedCall) -> list[Tensor | None]:
     """The eight tensors of a call, hash functions contiguous."""
     if not isinstance(call.functions, HashFunctions):
         raise TypeError("the Triton kernels take kernelised hash functions only")
     return [call.q, call.k, call.v, call.mask, *(x.contiguous() for x in call.functions)]
 
 
-def key_of(call: Call) -> Hashable:
+def key_of(call: FusedCall) -> Hashable:
     """All that the launches of a call hang on, but the addresses of its tensors."""
-    q, k, v, mask, functions, beta, in_order, _ = call
-    tokens = (form(q), form(k), form(v), form(mask))
-    return v.device, tokens, functions[0].shape, functions.weight.shape, beta, in_order, HASH_PRECISION
+    functions, constant = call.functions, call.constant
+    tokens = (form(call.q), form(call.k), form(call.v), form(call.mask))
+    shapes = functions[0].shape, functions.weight.shape
+    return call.v.device, tokens, shapes, constant, call.causal, HASH_PRECISION
 
 
 class Launches(Plan):
     """What all launches of one call share; tensors are places here."""
 
-    def __init__(self, call: Call, tensors: Tensors) -> None:
+    def __init__(self, call: FusedCall, tensors: Tensors) -> None:
         super().__init__(call.v.device, tensors)
         _, self.k, _, mask, *self.functions = self.places[:8]
         self.q, v, support = (cast(Place, self.places[source]) for source in (0, 2, 4))
         self.v, self.support = v, support
-        self.causal, self.beta = call.causal, float(call.beta)
+        self.causal, self.beta = call.causal, call.constant
         self.heads, self.bits = v.shape[1], call.functions.weight.shape[-1]
         # A kernel that is compiled without mask never looks at this pointer.
         self.mask: list[Any] = [v, 0, 0]
@@ -104,7 +105,7 @@ class Launches(Plan):
 
     def config(self, step: Step, x: Place) -> Config:
         """The configuration of a step over the tokens `x`."""
-        return choose(step, self.sizes(x), self.device)
+        return choose(step, self.sizes(x))
 
     def stretches(self, config: Config, n: int) -> tuple[int, int]:
         """Into how many stretches a head's n tokens are cut, and their length."""
@@ -150,24 +151,23 @@ def nothing_smaller() -> None:
     """A launch that has one configuration only."""
 
 
-def _rooms(call: Call) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _rooms(call: FusedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of what the backward wants: packed codes and states."""
-    q, k, v, _, functions, _, in_order, _ = call
-    bits = functions.weight.shape[-1]
+    q, k, v, functions, bits = call.q, call.k, call.v, call.functions, call.bits
     state: tuple[int, ...] = (bits + 1, v.shape[-1] + 1)
-    if in_order:
+    if call.causal:
         sizes = sizes_of(q, v, functions[0], bits)
         state = (_ceiling(q.shape[2], causal_config(sizes).block) + 1, *state)
     codes = [(tuple(x.shape[:3]), _code_dtype(bits)) for x in (q, k) if x is not None]
     return [*codes, ((*v.shape[:2], *state), torch.float32)]
 
 
-def kept(call: Call, /) -> list[Tensor]:
+def kept(call: FusedCall, /) -> list[Tensor]:
     """Room for what `forward` hands to the backward: packed codes and states."""
     return [torch.empty(shape, dtype=dtype, device=call.v.device) for shape, dtype in _rooms(call)]
 
 
-def forward(call: Call, /, *, keep: bool = True) -> tuple[Tensor, list[Tensor]]:
+def forward(call: FusedCall, /, *, keep: bool = True) -> tuple[Tensor, list[Tensor]]:
     """The output, and codes and states for the backward."""
     out = empty_out(call.q, call.v)
     tensors = [*tensors_of(call), out]
@@ -179,7 +179,7 @@ def forward(call: Call, /, *, keep: bool = True) -> tuple[Tensor, list[Tensor]]:
 class _Forward(Launches):
     """The launches of one forward."""
 
-    def __init__(self, call: Call, tensors: Tensors, keep: bool) -> None:
+    def __init__(self, call: FusedCall, tensors: Tensors, keep: bool) -> None:
         super().__init__(call, tensors)
         self.out = cast(Place, self.places[8])
         room = self.output if keep else self.room

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ecoformer.backends.fused import Call, Grads, Needs
+from ecoformer.backends.fused import FusedCall, Grads, Needs
 from ecoformer.backends.triton import backward as kernels
 from ecoformer.backends.triton import causal, plans
 from ecoformer.backends.triton.configs import causal_config
@@ -15,19 +15,21 @@ from ecoformer.backends.triton.launch import Launches, key_of, nothing_smaller, 
 from ecoformer.backends.triton.plans import Place, Tensors
 
 
-def backward(call: Call, grad: Tensor, saved: list[Tensor], needs: Needs, /) -> Grads:
-    """Gradients of q, k, v and the weight; None where not needed."""
+def backward(call: FusedCall, grad: Tensor, saved: list[Tensor], needs: Needs, /) -> Grads:
+    """Gradients of q, k, v and the hash functions' weight; None where not needed."""
+    needs = (*needs[:3], needs[4])
     tensors = [*tensors_of(call), grad, *saved]
     key = ("backward", needs, grad.stride(), grad.dtype, key_of(call))
     with on(call.v.device):
         plan, outputs = plans.run(key, lambda: _Backward(call, tensors, needs), tensors)
-        return plan.gradients(outputs)
+        to_q, to_k, to_v, to_weight = plan.gradients(outputs)
+        return [to_q, to_k, to_v, None, to_weight, None, None, None]
 
 
 class _Backward(Launches):
     """The launches of one backward."""
 
-    def __init__(self, call: Call, tensors: Tensors, needs: Needs) -> None:
+    def __init__(self, call: FusedCall, tensors: Tensors, needs: Needs) -> None:
         super().__init__(call, tensors)
         grad, *saved = (x for x in self.places[8:] if x is not None)
         self.grad, self.saved, self.needs = grad, saved, needs
