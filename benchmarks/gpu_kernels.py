@@ -233,7 +233,7 @@ def table(figures: Figures) -> str:
 def run_all(names: list[str], out: Path, seconds: float) -> None:
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
-    environment = os.environ | {"ECOFORMER_CACHE": str(out / "cache"), "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     figures: Figures = {}
     for name in names:
         limit = min(LIMITS[name], end - time.monotonic())
