@@ -117,7 +117,7 @@ def test_the_floor_is_a_share_of_the_mean_affinity():
     # All keys differ in all four bits: affinities are 1e-16, far below the floor.
     q, k, v = -torch.ones(1, 4).double(), torch.ones(100, 4).double(), torch.ones(100, 1).double()
     out = hash_attention(q, k, v, affinity=Affinity(1, 0.9999))
-    torch.testing.assert_close(out, torch.full((1, 1), 1e-16 / FLOOR).double(), rtol=1e-9, atol=0)
+    torch.testing.assert_close(out, torch.full((1, 1), 1e-16 / FLOOR, dtype=torch.float64), rtol=1e-9, atol=0)
 
 
 @CAUSAL
