@@ -186,7 +186,7 @@ def causal_shapes() -> Iterator[Figures]:
 
 
 PHASES: dict[str, Callable[[], Iterator[Figures]]] = {
-    "ceilings": ceilings, "check": check, "time": time_shapes, 
+    "ceilings": ceilings, "check": check, "time": time_shapes,
     "precision": precision, "growth": growth, "causal": causal_shapes,
 }  # fmt: skip
 
