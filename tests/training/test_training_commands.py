@@ -84,8 +84,9 @@ def test_eval_gives_the_accuracy_of_the_run(run, file):
     assert f"accuracy {result['accuracy']:.2%}" in call("eval", run).output
 
 
-@pytest.mark.parametrize("change", ["precision=bf16", "ema=0.7"])
-@pytest.mark.parametrize("base", [MASKED, PICTURES], ids=["masked", "pictures"])
+@pytest.mark.parametrize(
+    ("base", "change"), [(MASKED, "precision=bf16"), (PICTURES, "ema=0.7")], ids=["masked", "pictures"]
+)
 def test_eval_measures_as_the_run_did(base, change, tmp_path):
     chosen = recipe(base, change, "schedule.steps=3", "smoothing=0.2", folder=tmp_path)
     result = train(chosen, tmp_path / "run", show=False)

@@ -156,9 +156,8 @@ def test_an_error_with_a_constructor_of_its_own(plain, tmp_path, monkeypatch):
     assert message == f"one two; no checkpoint was written yet in {tmp_path}/with space; {REMEDY}"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(number, tmp_path, monkeypatch):
-    chosen = recipe(MASKED, folder=tmp_path)
+def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch):
+    chosen, number = recipe(MASKED, folder=tmp_path), signal.SIGTERM
     expected, handler = whole(chosen, tmp_path / "whole"), signal.getsignal(number)
 
     def ask(trainer, loss):

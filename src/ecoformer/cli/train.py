@@ -44,8 +44,18 @@ def train(
         return
     folder = out or Path("runs") / Path(recipe).stem
     result = training.train(chosen, folder, resume=resume, device=device, show=True)
-    if training.is_first_process():
-        _show(result, folder, as_json)
+    if not training.is_first_process():
+        return
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+        return
+    paper = result["cost"]["paper"]
+    typer.echo(f"accuracy {result['accuracy']:.2%} (best {result['best_accuracy']:.2%})")
+    typer.echo(
+        f"per sample: {paper['mul'] / 1e6:,.1f} M multiplications, {paper['add'] / 1e6:,.1f} M additions, "
+        f"{paper['energy_pj'] / 1e6:,.1f} µJ by the paper's accounting"
+    )
+    typer.echo(f"model: {folder / 'model.safetensors'}")
 
 
 def evaluate(
@@ -65,19 +75,6 @@ def evaluate(
         typer.echo(json.dumps(measured, indent=2))
     else:
         typer.echo(f"accuracy {measured['accuracy']:.2%}, loss {measured['loss']:.4f}")
-
-
-def _show(result: dict[str, Any], folder: Path, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(result, indent=2))
-        return
-    paper = result["cost"]["paper"]
-    typer.echo(f"accuracy {result['accuracy']:.2%} (best {result['best_accuracy']:.2%})")
-    typer.echo(
-        f"per sample: {paper['mul'] / 1e6:,.1f} M multiplications, {paper['add'] / 1e6:,.1f} M additions, "
-        f"{paper['energy_pj'] / 1e6:,.1f} µJ by the paper's accounting"
-    )
-    typer.echo(f"model: {folder / 'model.safetensors'}")
 
 
 def _training() -> Any:

@@ -19,19 +19,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #222; --faint: #ddd; --page: #fff; --quiet: #666; }
-@media (prefers-color-scheme: dark) { :root { --ink: #eee; --faint: #444; --page: #181818; --quiet: #aaa; } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
-  max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; margin-bottom: 0.3rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-.lead { font-size: 1.1rem; } .quiet { color: var(--quiet); font-size: 0.9rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+.lead { font-size: 1.1rem; } .quiet { opacity: 0.7; font-size: 0.9rem; } .wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; } td { border-bottom: 1px solid #8886; }
 th, td { padding: 0.4rem 0.5rem; text-align: right; white-space: nowrap; }
-td { border-bottom: 1px solid var(--faint); }
-th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid var(--ink); }
-figure { margin: 1rem 0; padding: 0.8rem; background: #fff; border-radius: 6px; }
-figure svg { max-width: 100%; height: auto; } figcaption { color: #444; font-size: 0.9rem; }
-details { margin-top: 1rem; }
+th:first-child, td:first-child { text-align: left; }
+figure { margin: 1rem 0; padding: 0.8rem; background: #fff; color: #444; border-radius: 6px; }
+figure svg { max-width: 100%; height: auto; }
 pre { overflow-x: auto; background: #8882; padding: 0.8rem; border-radius: 6px; }
 """
 

@@ -138,9 +138,6 @@ class Decoded(Dataset[tuple[Tensor, int]]):
     def __init__(self, part: Images, transform: Any, seed: int, epoch: int) -> None:
         self.part, self.transform, self.seed, self.epoch = part, transform, seed, epoch
 
-    def __len__(self) -> int:
-        return len(self.part)
-
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
         image, label = self.part[i]
         seed_everything(self.seed, self.epoch, i)
