@@ -198,14 +198,8 @@ def hashed_file(tmp_path):
 @pytest.mark.slow
 def test_torchrun_asked_to_stop(hashed_file, tmp_path):
     command = ("-m", "ecoformer", "train", hashed_file, "--out", str(tmp_path / "run"))
-    command += (
-        "--set",
-        "schedule.steps=20000",
-        "--set",
-        "save_every=100000",
-        "--set",
-        "evaluate_every=100000",
-    )
+    for change in ("schedule.steps=20000", "save_every=100000", "evaluate_every=100000"):
+        command += ("--set", change)
     started = torchrun(*command)
     while not (tmp_path / "run/metrics.jsonl").exists():
         time.sleep(0.2)

@@ -46,7 +46,7 @@ def killed_everywhere(tmp_path, chosen, points) -> None:
 
 def test_killed_before_some_file_operations(tmp_path):
     killed_everywhere(
-        tmp_path, recipe(PLAIN, "keep=1", folder=tmp_path), lambda total: range(1, total, total // 12)
+        tmp_path, recipe(PLAIN, "keep=1", folder=tmp_path), lambda total: range(1, total, total // 8)
     )
 
 
