@@ -71,6 +71,9 @@ class RunFolder:
 
     def check(self, recipe: Recipe, *, resume: bool) -> list[str]:
         """Raise unless the recipe can start or resume in this folder; return what it changes."""
+        for folder in (self.checkpoints, self.tensorboard):
+            if folder.is_symlink():
+                raise OSError(f"{folder} is a link: a run writes no files through links, remove it")
         if not self.recipe_file.exists():
             if resume and not self._barely_begun():
                 raise FileNotFoundError(f"there is no run to resume in {self.path}: leave --resume out")
@@ -98,9 +101,6 @@ class RunFolder:
 
     def begin(self, recipe: Recipe, changes: Iterable[str] = ()) -> None:
         """Create the folder and write the recipe and what has changed in it."""
-        for folder in (self.checkpoints, self.tensorboard):
-            if folder.is_symlink():
-                raise OSError(f"{folder} is a link: a run writes no files through links, remove it")
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         for leftover in self.path.glob(TEMPORARY):
             leftover.unlink()
