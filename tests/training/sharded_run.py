@@ -7,11 +7,13 @@ import sys
 import torch
 from accelerate.state import DistributedType, PartialState
 
+from ecoformer.third_party import repair_torchvision
 from ecoformer.training import load_recipe, train
 from ecoformer.training.loop import Trainer
 
 
 def main(file: str, out: str, *options: str) -> None:
+    repair_torchvision()
     torch.distributed.init_process_group("gloo")
     PartialState._prepare_backend = lambda self, *args: ("gloo", DistributedType.MULTI_GPU)
     begin, step = Trainer.run, Trainer._step

@@ -21,7 +21,7 @@ from ecoformer.conversion import convert
 from ecoformer.conversion.layers import choose, find_layers
 from ecoformer.data.splits import Splits
 from ecoformer.running import eval_mode
-from ecoformer.third_party import check_timm_name, import_timm
+from ecoformer.third_party import check_timm_name, import_library, import_timm
 from ecoformer.training.batches import Batch, Task
 from ecoformer.training.recipe import Recipe
 
@@ -208,21 +208,19 @@ def figures(sums: torch.Tensor) -> dict[str, float]:
 
 def build_optimizer(model: nn.Module, recipe: Recipe) -> Any:
     """timm's optimizer of the recipe; biases and norms have no weight decay."""
-    from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
-
-    o = recipe.optimiser
-    if o.name not in list_optimizers():
+    optim, o = import_library("timm.optim"), recipe.optimiser
+    if o.name not in optim.list_optimizers():
         raise ValueError(
             f"optimiser.name: timm has no optimizer {o.name!r}; adamw, lamb, lion, sgd are common"
         )
     arguments: dict[str, Any] = {"lr": o.lr, "weight_decay": o.weight_decay, "eps": o.eps}
-    info = get_optimizer_info(o.name)
+    info = optim.get_optimizer_info(o.name)
     if info.has_betas and info.num_betas == len(o.betas):
         arguments["betas"] = o.betas
     elif o.betas != type(o).model_fields["betas"].default:
         raise ValueError(f"optimiser.betas: timm's {o.name} does not take two betas: leave them out")
     try:
-        return create_optimizer_v2(model, opt=o.name, **arguments)
+        return optim.create_optimizer_v2(model, opt=o.name, **arguments)
     except TypeError as error:
         raise ValueError(f"optimiser.name: {o.name} does not take these settings: {error}") from error
 
