@@ -8,7 +8,7 @@ from ecoformer.attention import EcoAttention
 from ecoformer.benchmarking import contestants, models
 from ecoformer.benchmarking.contestants import ExplicitAttention, check_training, reference_attention
 from ecoformer.benchmarking.measuring import Bench
-from ecoformer.benchmarking.models import Load, bench_fit, bench_model_fit, bench_models, make_explicit
+from ecoformer.benchmarking.models import Load, bench_fit, bench_models, make_explicit
 from ecoformer.conversion import convert
 from ecoformer.hashing import FitOptions, KernelHasher, fit_hashers
 from ecoformer.models.text import TextEncoder
@@ -223,7 +223,7 @@ def test_a_fit_that_learned_nothing_gets_no_time(monkeypatch):
 
 def test_fit_of_a_model(model):
     convert(model, "eco", bits=4, support=5)
-    row = bench_model_fit(model, texts(3), "text", repeats=1, options=QUICK).rows[0].to_dict()
+    row = bench_fit(model, texts(3), "text", repeats=1, options=QUICK).rows[0].to_dict()
     assert row["hashers"] == 1
     assert row["seconds_per_hasher"] == row["seconds"] > 0
 

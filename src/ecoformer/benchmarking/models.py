@@ -210,57 +210,42 @@ def _compare_as_timed(timed: Contestant, load: Load, inputs: Tensor) -> Check | 
 
 
 def bench_fit(
-    hasher: KernelHasher,
-    tokens: Tensor,
+    target: nn.Module,
+    samples: Tensor,
+    name: str = "",
     *,
     repeats: int = 3,
     options: FitOptions | None = None,
     progress: Progress = no_progress,
 ) -> Run:
-    """Fit a hasher to tokens (B, H, N, D); it must do better than random hash functions."""
-    untaught = copy.deepcopy(hasher)
-    untaught.fit(tokens, options=FitOptions(steps=0, start="random", support="random"))
+    """Time how long it takes to fit a `KernelHasher` to tokens (B, H, N, D), or all hashers of a model.
 
+    A hasher must do better than random hash functions, a model must give finite numbers. There is no warm-up,
+    because each fit takes seconds.
+    """
+    about: dict[str, Any] = {"shape": list(samples.shape)}
+    if isinstance(target, KernelHasher):
+        about |= {"bits": target.bits, "support": target.support, "hashers": 1}
+        fit: Callable[[], object] = partial(target.fit, samples, seed=0, options=options)
+        untaught = copy.deepcopy(target)
+        untaught.fit(samples, options=FitOptions(steps=0, start="random", support="random"))
+    else:
+        about = {"model": name} | about | {"hashers": len(hashers_of(target))}
+        fit = partial(fit_hashers, target, [samples], samples=len(samples), progress=False, options=options)
+
+    @torch.no_grad()
     def check() -> Check:
-        found, random = (each.quality(tokens[:4, :, :_JUDGED]).objective for each in (hasher, untaught))
+        if not isinstance(target, KernelHasher):
+            return finite(target(samples))
+        found, random = (each.quality(samples[:4, :, :_JUDGED]).objective for each in (target, untaught))
         return Check(found / random, 1.0, "the objective of random hash functions")
 
-    about = {"shape": list(tokens.shape), "bits": hasher.bits, "support": hasher.support, "hashers": 1}
-    fit = partial(hasher.fit, tokens, seed=0, options=options)
-    return _timed(fit, check, about, tokens.device, repeats, progress)
-
-
-def bench_model_fit(
-    model: nn.Module,
-    batch: Tensor,
-    name: str,
-    *,
-    repeats: int = 3,
-    options: FitOptions | None = None,
-    progress: Progress = no_progress,
-) -> Run:
-    """Fit all hashers of a model in one forward pass."""
-    about = {"model": name, "shape": list(batch.shape), "hashers": len(hashers_of(model))}
-    fit = partial(fit_hashers, model, [batch], samples=len(batch), progress=False, options=options)
-    check = torch.no_grad()(lambda: finite(model(batch)))
-    return _timed(fit, check, about, batch.device, repeats, progress)
-
-
-def _timed(
-    fit: Callable[[], object],
-    check: Callable[[], Check],
-    about: dict[str, Any],
-    device: torch.device,
-    repeats: int,
-    progress: Progress,
-) -> Run:
-    """Time every fit, without a warm-up: each takes seconds."""
     times: list[float] = []
     for repeat in range(repeats):
         progress(f"fit {repeat + 1} of {repeats}" + (f", the last took {times[-1]:.1f} s" if times else ""))
         start = time.perf_counter()
         fit()
-        synchronize(device)
+        synchronize(samples.device)
         times.append(time.perf_counter() - start)
     row = Row("eco", "eager", about)
     row.checked = row.check(check)
@@ -268,4 +253,4 @@ def _timed(
         row.timing = Timing.of([seconds * 1e3 for seconds in times])
         seconds = row.timing.median_ms / 1e3
         row.setting |= {"seconds": seconds, "seconds_per_hasher": seconds / about["hashers"]}
-    return Run(device_name(device), rows=[row])
+    return Run(device_name(samples.device), rows=[row])

@@ -19,18 +19,8 @@ from ecoformer.benchmarking.attention import (
     plot_lengths,
 )
 from ecoformer.benchmarking.measuring import Bench
-from ecoformer.benchmarking.models import bench_fit, bench_model_fit, bench_models
-from ecoformer.cli.bench_options import (
-    backend_notes,
-    base_model,
-    exclude,
-    measuring,
-    read_choice,
-    read_device,
-    read_names,
-    read_numbers,
-    read_shape,
-)
+from ecoformer.benchmarking.models import bench_fit, bench_models
+from ecoformer.cli import bench_options as options
 from ecoformer.cli.bench_tables import show
 from ecoformer.cli.simulated import target
 from ecoformer.conversion import convert
@@ -86,16 +76,16 @@ def attention(
 
     Example: `ecoformer bench attention --shape 1,1,3136,32`
     """
-    notes = backend_notes()
+    notes = options.backend_notes()
     if not crossover:
-        exclude("--longest", longest, "without --crossover")
-    shapes = [read_shape(text) for text in shape or ["1,1,3136,32"]]
+        options.exclude("--longest", longest, "without --crossover")
+    shapes = [options.read_shape(text) for text in shape or ["1,1,3136,32"]]
     if plot is not None:
         shapes = _lengths(shapes)
-    on, precision = read_device(device), read_choice("--dtype", dtype, DTYPES)
-    names = read_names("--mechanisms", mechanisms, also=["explicit"])
+    on, precision = options.read_device(device), options.read_choice("--dtype", dtype, DTYPES)
+    names = options.read_names("--mechanisms", mechanisms, also=["explicit"])
     settings = [Setting(size, precision, on, causal, backward, compile_, seed) for size in shapes]
-    with measuring(threads) as progress:
+    with options.measuring(threads) as progress:
         how = Bench(on, seconds, graphs, energy=energy, progress=progress)
         run = bench_attention(settings, names, how)
         if crossover:
@@ -137,14 +127,14 @@ def model(
 
     Example: `ecoformer bench model pvt_v2_b0 --attention softmax,native,explicit,eco --batch 1,16`
     """
-    notes = backend_notes()
-    names = read_names("--attention", attention, also=["explicit", "native"])
-    sizes, on = read_numbers("--batch", batch), read_device(device)
+    notes = options.backend_notes()
+    names = options.read_names("--attention", attention, also=["explicit", "native"])
+    sizes, on = options.read_numbers("--batch", batch), options.read_device(device)
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    precision = None if amp is None else read_choice("--amp", amp, half)
-    with measuring(threads) as progress:
+    precision = None if amp is None else options.read_choice("--amp", amp, half)
+    with options.measuring(threads) as progress:
         how = Bench(on, seconds, graphs, energy=energy, progress=progress)
-        base, load = base_model(
+        base, load = options.base_model(
             name,
             resolution,
             tokens,
@@ -184,21 +174,21 @@ def fit(
 
     Example: `ecoformer bench fit --shape 16,1,3136,32 --bits 16 --support 25`
     """
-    on = read_device(device)
-    with measuring(threads) as progress:
+    on = options.read_device(device)
+    with options.measuring(threads) as progress:
         if name is None:
             for option, given in (("resolution", resolution), ("tokens", tokens), ("samples", samples)):
-                exclude(f"--{option}", given, "without --model")
-            size = read_shape(shape or "16,1,3136,32")
+                options.exclude(f"--{option}", given, "without --model")
+            size = options.read_shape(shape or "16,1,3136,32")
             inputs = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(on)
             hasher = KernelHasher(size[1], size[3], bits, support).to(on)
             run = bench_fit(hasher, inputs, repeats=repeats, progress=progress)
         else:
-            exclude("--shape", shape, "with --model")
-            base, load = base_model(name, resolution, tokens)
+            options.exclude("--shape", shape, "with --model")
+            base, load = options.base_model(name, resolution, tokens)
             convert(base, "eco", bits=bits, support=support)
             batch = load.make(samples or 16).to(on)
-            run = bench_model_fit(base.to(on).eval(), batch, name, repeats=repeats, progress=progress)
+            run = bench_fit(base.to(on).eval(), batch, name, repeats=repeats, progress=progress)
     show(run, as_json)
 
 
