@@ -106,7 +106,8 @@ def sweep_figure(
         low, high = axes.get_ylim()
         if high > 3 * max(low, 0.0):  # a shorter logarithmic axis has no round numbers
             axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            low, high = axes.get_ylim()
+            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 100 * low else (1.0,)))
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
         axes.minorticks_off()
         axes.set_xlabel(_AXES.get(parameter, parameter))

@@ -19,7 +19,7 @@ MARKERS = "osD^vPX*<>"
 _COLOURS = {"eco": GREEN, "ecoformer": GREEN, "fp_eco": SKY}
 _COLOURS |= dict.fromkeys(("softmax", "transformer", "msa"), INK)
 _COLOURS |= {"performer": BLUE, "linformer": ORANGE, "reformer": RED, "combiner": PURPLE}
-_OTHER_COLOURS = (SKY, PURPLE, GREY, BLUE, ORANGE, RED)
+_OTHER_COLOURS = (SKY, GREY, PURPLE, BLUE, ORANGE, RED)
 _NAMES = {
     "msa": "MSA",
     "eco": "EcoFormer",
