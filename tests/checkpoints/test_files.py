@@ -197,7 +197,7 @@ def test_precisions_may_be_mixed(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ecoformer_pvt_v2_b0", "ecoformer_twins_svt_small", "pvt_v2_b0"])
-@pytest.mark.parametrize("head", [(3, None), (0, None), (0, "")], ids=str)
+@pytest.mark.parametrize("head", [(3, None), (0, "")], ids=str)
 def test_another_head(name, head, tmp_path):
     sizes = {"pvt_v2_b0": {}, "ecoformer_pvt_v2_b0": PVT, "ecoformer_twins_svt_small": TWINS}[name]
     model = timm.create_model(name, **sizes)
@@ -391,19 +391,12 @@ def test_damaged_architectures(model, tmp_path):
 
 
 def test_files_that_are_none(tmp_path):
-    path, _ = plain_file(tmp_path)
-    whole = path.read_bytes()
-    header = 8 + int.from_bytes(whole[:8], "little")
-    cuts = [whole[:n] for n in (0, 5, header // 2, header, len(whole) - 1)]
-    broken = [*cuts, whole + b"x", bytes(len(whole)), b"not a checkpoint", pickle.dumps({"a": 1})]
-    broken += [whole[:9] + bytes([whole[9] ^ 255]) + whole[10:]]
-    model = Plain()
-    for content in broken:
+    """Damaged files are the business of tests/storage."""
+    path, model = tmp_path / "x", Plain()
+    for content in (b"", b"not a checkpoint", pickle.dumps({"a": 1})):
         path.write_bytes(content)
         assert str(path) in refused(path)
         assert str(path) in refused(path, model)
-    torch.save(model.state_dict(), path)
-    assert "pickle" in refused(path, model)
     storage.write(path, model.state_dict(), {"something": "else"})
     assert "was not written by ecoformer.save" in refused(path, model)
     with pytest.raises(FileNotFoundError):
@@ -436,16 +429,9 @@ def test_no_pickle_and_no_network(tmp_path, monkeypatch):
         refused(storage.write(tmp_path / "edited", tensors, edited))
 
 
-def test_a_failing_save_leaves_the_old_file(tmp_path, monkeypatch):
+def test_a_model_that_cannot_be_saved_leaves_the_old_file(tmp_path):
     path, model = plain_file(tmp_path)
     old = path.read_bytes()
-    for target in ("safetensors.torch.save_file", "os.replace", "os.fsync"):
-        with monkeypatch.context() as patch:
-            patch.setattr(target, lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
-            with pytest.raises(OSError, match="disk full"):
-                ecoformer.save(Plain(), path)
-        assert path.read_bytes() == old
-        assert [p.name for p in tmp_path.iterdir()] == ["model"]
     with pytest.raises(ValueError, match="arguments="):
         ecoformer.save(timm.create_model("pvt_v2_b0", depths=(1, 1, 1, 1)), path)
     with pytest.raises(TypeError, match="config"):

@@ -190,7 +190,7 @@ def hostile_files(folder):
     for make in (stride_zero, one_storage, without_storage):
         torch.save(make(), folder / make.__name__)
         yield "load_official", folder / make.__name__
-    zeros = large_state() | {"head.weight": torch.zeros(400_000, 256), "head.bias": torch.zeros(400_000)}
+    zeros = large_state() | {"head.weight": torch.zeros(150_000, 256), "head.bias": torch.zeros(150_000)}
     deflated(folder / "deflated", zeros)
     yield "load_official", folder / "deflated"
 

@@ -171,8 +171,7 @@ def test_same_as_timms_model_converted(variant, attention):
 def test_any_resolution(variant, attention):
     config = {"support": 4} if attention == "klsh_eco" else None
     model = small(variant, attention, config=config, img_size=(128, 256))
-    sizes = [(32, 32), (33, 32), (32, 47), (65, 97), (64, 224), (127, 33)]
-    for size in sizes + [(1, 1), (3, 2), (7, 31)] * (variant in PVT):
+    for size in [(32, 32), (33, 47), (127, 33)] + [(1, 1), (7, 31)] * (variant in PVT):
         with torch.no_grad():
             logits = model(images(*size))
             alone = model(images(*size)[:1])

@@ -17,7 +17,7 @@ from ecoformer.third_party import import_library
 
 WEIGHTS = "model.safetensors"
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
-_BYTES_PER_TENSOR = 64
+_BYTES_PER_TENSOR = 128
 """At least so many, with its entry in the header."""
 _LARGEST_CONFIG = 1 << 23
 
