@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 import pytest
-import timm
 import torch
 from small_models import pvt
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from ecoformer.accounting import Ledger, sweep
 from ecoformer.accounting.cpu_kernels import kernel_counts
 from ecoformer.attention import Attention, HashedAttention
 from ecoformer.hashing import KernelHasher
-from ecoformer.models.text import TextEncoder
 from ecoformer.operations import Counts
 
 IMAGE = (2, 3, 64, 64)
@@ -61,19 +59,6 @@ def test_every_bias_is_its_formula(bias: Any) -> None:
     ledger = _exact(layer, (1, 100, 64), "cpu")
     assert _own(ledger, "") == kernel_counts(layer, 1, 100)
     assert ledger.total.mul == 1_604_710
-
-
-def test_additions_become_look_ups() -> None:
-    with torch.device("meta"):
-        model = timm.create_model("ecoformer_pvt_v2_b0", attention="eco")
-    eager, fused = (_exact(model, (1, 3, 224, 224), backend).of("attention") for backend in ("eager", "cpu"))
-    assert eager.lookup == 0
-    rows = (
-        2 * 32 * (3136 * 4 + 2 * 784 * 8 + 5 * 196 * 8)
-    )  # two layers a stage; digits are bytes in the first
-    assert fused.lookup == rows
-    assert fused.mul < eager.mul
-    assert fused.bytes < 0.3 * eager.bytes
 
 
 @pytest.mark.parametrize(
@@ -177,18 +162,6 @@ def test_the_model_is_left_as_it_was() -> None:
     hashers = [module for module in model.modules() if isinstance(module, KernelHasher)]
     assert hashers
     assert not any(hasher._known_fitted or hasher._forward_hooks for hasher in hashers)
-
-
-def test_sweeps_take_a_backend() -> None:
-    def build() -> nn.Module:
-        return TextEncoder(attention="softmax", length=64, dim=16, hidden=8, classes=0)
-
-    how: dict[str, Any] = {"mechanisms": ["softmax", "lsh_eco"], "accounting": "exact"}
-    points = sweep(build, "tokens", [8, 32], **how, backend="cpu")
-    assert [point.ledger.backend for point in points] == ["cpu"] * 4
-    lookups = [point.ledger.of("attention").lookup for point in points]
-    assert lookups[:2] == [0, 0]
-    assert 0 < 4 * lookups[2] == lookups[3]
 
 
 @pytest.mark.parametrize(

@@ -62,21 +62,6 @@ def test_sums_of_residual_branches_belong_to_the_block() -> None:
     assert block == ("stages.0.blocks.0", "Block", "other", Counts(add=2 * numbers, bytes=24 * numbers))
 
 
-def test_parts() -> None:
-    rows, _ = exact_rows(pvt("softmax"), IMAGE)
-    parts = {name: part for name, _, part, _ in rows}
-    assert {part for name, part in parts.items() if ".attn" in name} == {"attention"}
-    assert {part for name, part in parts.items() if ".mlp" in name} == {"ffn"}
-    assert parts["head"] == "other"
-
-
-def test_a_layer_alone_is_attention_throughout() -> None:
-    layer = ecoformer.create_attention("eco", 12, 3)
-    rows, _ = exact_rows(layer, (2, 10, 12))
-    assert [(name, kind) for name, kind, *_ in rows][:2] == [("", "eco"), ("qk", "Linear")]
-    assert {part for _, _, part, _ in rows} == {"attention"}
-
-
 def test_the_model_is_left_as_it_was() -> None:
     model = pvt("eco").train()
     model.get_submodule("head").eval()

@@ -84,9 +84,9 @@ def test_rows():
             [8],
             ["eco", "softmax"],
             {},
-            "'bits' is not a setting of softmax; .* bi_eco, eco, klsh_eco, lsh_eco",
+            "'bits' of softmax; .* bi_eco, eco, klsh_eco, lsh_eco",
         ),
-        ("m", [8], ["lsh_eco"], {}, "'support' is not a setting of lsh_eco; .*: eco, klsh_eco"),
+        ("m", [8], ["lsh_eco"], {}, "'support' of lsh_eco; .*: eco, klsh_eco"),
         (
             "bit",
             [8],

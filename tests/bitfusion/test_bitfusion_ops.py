@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from ecoformer.bitfusion import (
-    PAPER_ARRAY,
     BitFusion,
     Convolution,
     EnergyTable,
@@ -23,12 +21,6 @@ def test_a_pointwise_convolution_is_a_matrix_product():
     assert convolution.cycles == product.cycles
     assert convolution.energy_nj == product.energy_nj
     assert convolution.op.macs == product.op.macs
-
-
-def test_a_kernel_as_large_as_its_input_is_a_matrix_product():
-    convolution = simulate(Convolution(16, 4, 32, 4, 2, kernel=(4, 2)))
-    product = simulate(FullyConnected(16, 32, 32))
-    assert (convolution.cycles, convolution.dram_bits) == (product.cycles, product.dram_bits)
 
 
 def test_activations_move_as_a_feature_map_not_as_patches():
@@ -162,10 +154,3 @@ def test_a_buffer_for_a_convolution_holds_a_patch():
     with pytest.raises(ValueError, match=r"activation_buffer=17 bytes .* at least 18 bytes"):
         simulate(op, BitFusion(activation_buffer=17))
     assert simulate(op, BitFusion(activation_buffer=18)).tiling.rows == 1
-
-
-def test_numbers_of_other_libraries_become_plain():
-    op = FullyConnected(np.int64(16), np.int32(32), np.int16(32))
-    assert op == FullyConnected(16, 32, 32)
-    assert type(op.rows) is int
-    assert simulate(op, PAPER_ARRAY) is simulate(FullyConnected(16, 32, 32))

@@ -85,7 +85,7 @@ def test_tokens_of_a_text_model(run, tmp_path):
         (("cost", "pvt_v2_b0", "--resolution", "64", "--tokens", "8"), "exclude each other"),
         (("cost", "pvt_v2_b0", "--compare", ","), "--compare takes names"),
         (("cost", "pvt_v2_b0", "--attention", "eco", "--set", "bits"), "--set takes KEY=VALUE"),
-        (("cost", "pvt_v2_b0", "--attention", "softmax", "--set", "bits=8"), "setting of softmax"),
+        (("cost", "pvt_v2_b0", "--attention", "softmax", "--set", "bits=8"), "'bits' of softmax"),
         (
             ("cost", "pvt_v2_b0", "--compare", "softmax,eco", "--set", "bit=8"),
             "did you mean 'bits'?",
@@ -93,7 +93,7 @@ def test_tokens_of_a_text_model(run, tmp_path):
         (("cost", "pvt_v2_b0", "--set", "bits=8"), "name one (--attention or --compare)"),
         (("cost", "pvt_v2_b0", "--sweep", "resolution"), "--sweep takes KEY=VALUE,VALUE"),
         (("cost", "pvt_v2_b0", "--sweep", "bits=8"), "name one (--attention or --compare)"),
-        (("cost", "pvt_v2_b0", "--compare", "softmax,eco", "--sweep", "m=8"), "setting of softmax"),
+        (("cost", "pvt_v2_b0", "--compare", "softmax,eco", "--sweep", "m=8"), "'support' of softmax"),
         (("cost", "pvt_v2_b0", "--sweep", "resolution=64", "--tokens", "8"), "exclude each other"),
         (("cost", "pvt_v2_b0", "--sweep", "resolution=64,big"), "whole numbers from 1, got 'big'"),
         (
@@ -112,17 +112,6 @@ def test_mistakes(run, arguments, message):
     assert (status, out) == (1, "")
     assert message in err
     assert err.count("\n") == 1
-
-
-def test_simulated(run):
-    operation = ("--rows", "16", "--inputs", "32", "--outputs", "3136", "--bits", "8x8")
-    facts = json.loads(run("simulate", "fc", *operation, "--json")[1])
-    assert facts["cycles"] == 20929
-    assert facts["energy_nj"] == pytest.approx(62413.16, rel=1e-6)
-    assert "20,929 cycles (17,793 of them stalls)" in run("simulate", "fc", *operation)[1]
-    assert json.loads(run("simulate", "layer", "eco", "--json")[1])["cycles"] == pytest.approx(
-        4.24e6, rel=1e-3
-    )
 
 
 def test_the_cpu_backend(run):

@@ -69,7 +69,7 @@ def test_every_command_shows_an_example(cli):
         ),
         (
             ("sweep", "--sweep", "bits=3", "--compare", "softmax", "--out", "a.png"),
-            "setting of softmax",
+            "'bits' of softmax",
         ),
         (("shares", "--quantity", "bytes", "--out", "a.png"), "--quantity must be energy, mul or add"),
         (("shares", "--models", "pvt_v2_b9", "--out", "a.png"), "nor a timm model"),

@@ -53,6 +53,9 @@ def test_sweeps_of_a_layer(cli, facts):
     assert cells == [["softmax", "196"], ["softmax", "784"], ["eco", "196"], ["eco", "784"]]
     products = facts("fc", "--rows", "16", "--inputs", "32", "--outputs", "32", "--sweep", "outputs=32,3136")
     assert [product["cycles"] for product in products] == [268, 20929]
+    _, out, _ = cli("fc", "--rows", "16", "--inputs", "32", "--outputs", "3136")
+    assert "20,929 cycles (17,793 of them stalls)" in out
+    assert facts("layer", "eco")["cycles"] == 4_236_927
 
 
 def test_models_side_by_side(cli, facts):

@@ -117,6 +117,5 @@ def _check(
             having = [name for name in list_attentions() if parameter in settings_of(name)]
             if not having:
                 raise ValueError(unknown_setting(parameter, [mechanism]))
-            raise ValueError(
-                f"{parameter!r} is not a setting of {mechanism}; mechanisms with it: {', '.join(having)}"
-            )
+            known = f"mechanisms with it: {', '.join(having)}"
+            raise ValueError(f"unknown setting {parameter!r} of {mechanism}; {known}")
