@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ecoformer
 from ecoformer.accounting import Ledger, sweep
-from ecoformer.accounting.cpu_kernels import kernel_counts
+from ecoformer.accounting.cpu_kernels import code_counts, kernel_counts
 from ecoformer.attention import Attention, HashedAttention
 from ecoformer.hashing import KernelHasher
 from ecoformer.operations import Counts
@@ -51,6 +51,12 @@ def test_layers_are_their_formulas_and_nothing_else_changes(attention: str, loca
     ]
     assert others[0] == others[1]
     assert (fused.backend, fused.refused, fused.uncounted) == ("cpu", (), ())
+
+
+def test_few_additions_where_the_paper_has_32_per_channel() -> None:
+    counts = code_counts(ecoformer.EcoAttention(32, 1).hasher, 1, 3136)
+    assert 3 < counts.add / (3136 * 32) < 4
+    assert counts.lookup == 4 * 3136 * 32
 
 
 @pytest.mark.parametrize("bias", ["paper", "tight"])
