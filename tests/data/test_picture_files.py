@@ -68,7 +68,7 @@ def test_val_goes_before_test(folder):
 
 def test_grey_and_palette_become_rgb_and_limits_hold(folder):
     put(folder / "val/cat/2.png", encoded(0, mode="L"))
-    put(folder / "val/cat/3.gif.png", encoded(0, mode="P"))
+    put(folder / "val/cat/3.jpg", encoded(0, form="gif", mode="P"))
     test = load("imagefolder", folder).test
     assert [test[i][0].mode for i in range(2)] == ["RGB", "RGB"]
     some = load("imagefolder", folder, limit=2).train

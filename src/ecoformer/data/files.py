@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 
-_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")  # some data sets hold GIFs named .jpg
 _MOST_IMAGE_BYTES = 2**28
 _MOST_PIXELS = 89_478_485  # where Pillow starts to warn of decompression bombs
 
@@ -77,7 +77,7 @@ def _not_regular(path: str | os.PathLike[str]) -> str:
 def read_image(path: str | os.PathLike[str], span: tuple[int, int] | None = None) -> Image.Image:
     """A picture as RGB, from a file or from bytes within it.
 
-    Only the formats of `IMAGE_ENDINGS` are tried, whatever the name says: Pillow runs Ghostscript on others.
+    Only common formats are tried, whatever the name says: Pillow runs Ghostscript on some others.
 
     Args:
         path: the file.

@@ -9,20 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ecoformer.bitfusion import Total
-from ecoformer.report.style import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    MARKERS,
-    ORANGE,
-    RED,
-    SKY,
-    colour_of,
-    drawing,
-    new_figure,
-    readable,
-)
+from ecoformer.report import style
+from ecoformer.report.style import drawing, new_figure, readable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,9 +50,9 @@ def shares_figure(rows: Sequence[Mapping[str, Any]], quantity: str = "energy_pj"
                     [100 * row[part] / (total or 1) for row, total in zip(own, totals, strict=True)],
                 )
                 for part, label, colour in (
-                    ("attention", "Attention", BLUE),
-                    ("ffn", "FFN", ORANGE),
-                    ("other", "Other", GREY),
+                    ("attention", "Attention", style.BLUE),
+                    ("ffn", "FFN", style.ORANGE),
+                    ("other", "Other", style.GREY),
                 )
             }
             names = [readable(row["model"]) for row in own]
@@ -93,12 +81,16 @@ def sweep_figure(
 
         figure = new_figure(5.6, 3.5)
         axes = figure.subplots()
-        colours = {mechanism: colour_of(mechanism, i) for i, mechanism in enumerate(lines)}
+        colours = {mechanism: style.colour_of(mechanism, i) for i, mechanism in enumerate(lines)}
         highest_first = sorted(lines, key=lambda mechanism: -max(lines[mechanism])[1])
         for i, mechanism in enumerate(highest_first):
             xs, ys = zip(*sorted(lines[mechanism]), strict=True)
             axes.plot(
-                xs, ys, color=colours[mechanism], marker=MARKERS[i % len(MARKERS)], label=readable(mechanism)
+                xs,
+                ys,
+                color=colours[mechanism],
+                marker=style.MARKERS[i % len(style.MARKERS)],
+                label=readable(mechanism),
             )
         axes.set_xscale("log", base=2)
         ticks = sorted({row["value"] for row in rows})
@@ -126,8 +118,8 @@ def accuracy_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
             axes.plot(
                 [row["energy_pj"] * 1e-9],
                 [row["accuracy"]],
-                MARKERS[i % len(MARKERS)],
-                color=colour_of(row["label"], i),
+                style.MARKERS[i % len(style.MARKERS)],
+                color=style.colour_of(row["label"], i),
                 markersize=7,
                 label=readable(row["label"]),
             )
@@ -146,13 +138,13 @@ def bitfusion_figure(bars: Mapping[str, Total], *, divide_by: int = 1) -> Figure
     """
     totals = bars.values()
     time = {
-        "Compute": (BLUE, [t.compute_cycles / t.array.frequency_hz / divide_by for t in totals]),
-        "Stalls": (SKY, [t.stall_cycles / t.array.frequency_hz / divide_by for t in totals]),
+        "Compute": (style.BLUE, [t.compute_cycles / t.array.frequency_hz / divide_by for t in totals]),
+        "Stalls": (style.SKY, [t.stall_cycles / t.array.frequency_hz / divide_by for t in totals]),
     }
     energy = {
-        "Array": (GREEN, [t.energy.core * 1e-9 for t in totals]),
-        "Buffers": (ORANGE, [t.energy.buffers * 1e-9 for t in totals]),
-        "DRAM": (RED, [t.energy.dram * 1e-9 for t in totals]),
+        "Array": (style.GREEN, [t.energy.core * 1e-9 for t in totals]),
+        "Buffers": (style.ORANGE, [t.energy.buffers * 1e-9 for t in totals]),
+        "DRAM": (style.RED, [t.energy.dram * 1e-9 for t in totals]),
     }
     with drawing():
         figure = new_figure(7.2, 1.25 + 0.42 * len(bars))
@@ -206,4 +198,4 @@ def _three(value: float) -> str:
 def _on(colour: str) -> str:
     """Ink or white, whichever is read better on a colour."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"
+    return style.INK if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"
