@@ -180,7 +180,7 @@ class TestOut:
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
     def test_needs_its_folder(self, refused):
-        refused("ours.safetensors", out="nowhere/out.safetensors", words="no folder nowhere")
+        refused("ours.safetensors", out="nowhere/out.safetensors", words="OUT: no such folder")
 
     def test_is_no_folder(self, refused, tmp_path):
         (tmp_path / "out").mkdir()
@@ -267,7 +267,7 @@ class TestSettings:
             ("bits=8.5", ["bits must", "8.5"]),
             ("layers=all", ["--set", "--layers"]),
             ("mechanism=softmax", ["--set", "--attention"]),
-            ("example=3", ["'example'"]),
+            ("example=3", ["--set example"]),
         ],
     )
     def test_refused(self, refused, setting, words):

@@ -103,10 +103,10 @@ class TestFitting:
             ("ours.safetensors", ["photos/a.png"], ["--fit photos/a.png", "folder of images"]),
             ("ours.safetensors", ["photos", "--attention", "softmax"], ["softmax", "no hash functions"]),
             ("bert", ["texts.txt"], ["--fit texts.txt", "bert/", "tokenizer.save_pretrained"]),
-            ("bert_with_words", ["photos"], ["--fit photos", "images"]),
-            ("bert_with_words", ["blank.txt"], ["--fit blank.txt", "no text"]),
+            ("bert_with_words", ["photos"], ["--fit photos"]),
+            ("bert_with_words", ["blank.txt"], ["--fit blank.txt"]),
             ("bert_with_words", ["texts.txt", "--samples", "1"], ["support=25", "more tokens"]),
-            ("vit", ["photos"], ["--fit photos", "vit/", "images"]),
+            ("vit", ["photos"], ["--fit photos", "vit/"]),
         ],
     )
     def test_mistakes(self, refused, source, arguments, words):

@@ -1,4 +1,4 @@
-"""Attention mechanisms: one interface, one registry, one file each."""
+"""Attention mechanisms: one interface, one registry, one file per mechanism."""
 
 from ecoformer.attention.base import Attention
 from ecoformer.attention.combiner import CombinerAttention

@@ -25,19 +25,18 @@ class CombinerAttention(Attention):
     and key are the maximum over the block's queries and keys, channel by channel, and all products are
     scaled by d^-0.5, as in the released `sqrt_fixed_full` with "identity-max".
 
-    Our choices, where the released code has none or another:
-    - without causal order a token's own block has no summary for it, so every token has one way to every
-      other and the weights are a distribution over tokens, as the paper's factorisation says; the released
-      code adds the own block's summary;
-    - `attn_drop` applies to the joint weights of tokens and summaries; there to those of the tokens, within
-      the block and within summaries;
-    - padding enters neither maxima nor sums, a block of nothing but padding has no summary, and any N works.
+    Differences from the released code:
+    - without causal order a token does not see the summary of its own block, so there is one path from every
+      token to every other and the weights are a distribution over tokens, as in the paper's factorisation;
+    - `attn_drop` applies to the joint weights of tokens and summaries, not separately within the block and
+      within summaries;
+    - padding enters neither maxima nor sums, a block of padding only has no summary, and any N works.
 
     Args:
         dim: channels of a token.
         num_heads: heads.
         block: tokens of a block; None for ceil(sqrt(N)). Memory grows with N (block + N / block).
-            `torch.export` takes it with a fixed N only.
+            `torch.export` needs a fixed N.
         kwargs: those of `Attention`.
     """
 
@@ -58,13 +57,13 @@ class CombinerAttention(Attention):
         padding = q.new_zeros(q.shape[0], 1, n, dtype=torch.bool)
         if key_padding_mask is not None:
             padding = key_padding_mask[:, None]
-        lacking = blocks * size - n
+        missing = blocks * size - n
         if q.dtype == torch.float16:  # products of large queries and keys overflow it
             q, k = q.float(), k.float()
         k, v = without(padding, k), without(padding, v)
-        q, k, v = (F.pad(x, (0, 0, 0, lacking)) for x in (q / math.sqrt(self.head_dim), k, v))
+        q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q / math.sqrt(self.head_dim), k, v))
         q, k, v = (x.reshape(*x.shape[:2], blocks, size, x.shape[-1]) for x in (q, k, v))
-        padding = F.pad(padding, (0, lacking), value=True).reshape(-1, 1, blocks, size)
+        padding = F.pad(padding, (0, missing), value=True).reshape(-1, 1, blocks, size)
 
         keys, values = _summaries(q, k, v, padding)
         to_tokens, to_blocks = q @ k.mT, q.flatten(2, 3) @ keys.mT
@@ -107,22 +106,22 @@ def _summaries(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> tuple[Tensor
 
 
 def _softmax(logits: Tensor, hidden: Tensor) -> Tensor:
-    """Weights, in full precision, of what is not hidden; all zero where everything is."""
+    """Weights, in full precision, of what is not hidden; all zero if everything is."""
     logits = logits.to(accumulator(logits.dtype))
     floor = torch.finfo(logits.dtype).min
     return logits.masked_fill(hidden, floor).softmax(dim=-1).masked_fill(hidden, 0)
 
 
 def _highest(x: Tensor, padding: Tensor) -> Tensor:
-    """Maximum over each block's tokens, channel by channel; zero for a block of nothing but padding."""
-    # Not `amax`: its gradient looks for the maximum again, and compiled code, which keeps more digits of half
-    # precision than it stores, may not find it.
+    """Maximum of each channel over each block's tokens; zero for a block of padding only."""
+    # Not `amax`: its gradient searches the maximum again. Compiled code keeps more digits of half precision
+    # than it stores, and may not find it.
     highest = x.masked_fill(padding.unsqueeze(-1), -math.inf).max(dim=-2).values
     return highest.masked_fill(padding.all(dim=-1, keepdim=True), 0)
 
 
 def _hidden(padding: Tensor, is_causal: bool) -> Tensor:
-    """What tokens must not see (B, 1, blocks, size, size + blocks), from padding (B, 1, blocks, size)."""
+    """What tokens may not see (B, 1, blocks, size, size + blocks), from padding (B, 1, blocks, size)."""
     blocks, size = padding.shape[-2:]
     tokens = padding.unsqueeze(-2).expand(-1, -1, -1, size, -1)
     barred = torch.eye(blocks, dtype=torch.bool, device=padding.device)

@@ -17,8 +17,8 @@ from ecoformer.operations import Operations, Product, mac
 class LinformerAttention(Attention):
     """Wang et al., 2020: keys and values are projected from N tokens to k rows before softmax attention.
 
-    Both projections are shared by all heads. They belong to positions, so the mechanism has a longest
-    sequence and no causal order. Padding enters the projections as zeros.
+    All heads share both projections. They depend on positions, so the mechanism has a longest sequence and no
+    causal order. Padding enters the projections as zeros.
 
     Args:
         dim: channels of a token.

@@ -17,7 +17,7 @@ from ecoformer.operations import Counts, Operations, Product
 from ecoformer.randomness import seeded
 
 _FLOOR = 1e-4
-"""Added to every feature, so that no key that is seen has zero weight."""
+"""Added to every feature, so that every visible key has some weight."""
 _CEILING = 60.0
 """Largest exponent of a causal key's feature: sums of exp(60) still fit fp32."""
 
@@ -29,19 +29,19 @@ class PerformerAttention(Attention):
     With x = token / d^(1/4), feature w is exp(w . x - |x|²/2). Without causal order, features are stabilised
     and floored as in performer-pytorch: a query by its largest w . x, keys by the largest of the sequence.
 
-    In causal order that maximum would look into the future. A key's exponent is at most |w|²/2 whatever the
-    key, so causal keys are not stabilised at all; their exponents are cut at 60, which only heads of more
-    than about 64 channels can reach. The floor then stands beside features whose mean over w is 1, not beside
-    the largest of all, so that it flattens the weights less than without causal order.
+    In causal order that maximum would look into the future. A key's exponent is at most |w|²/2 for any key,
+    so causal keys are not stabilised; their exponents are clipped at 60, which only heads of more than about
+    64 channels can reach. The floor is then added to features whose mean, not their maximum, is 1, so it
+    flattens the weights less than without causal order.
 
-    Features are computed in fp32 (fp64 for fp64) under autocast too.
+    Features are computed in fp32 (fp64 for fp64), under autocast too.
 
     Args:
         dim: channels of a token.
         num_heads: heads.
         features: random features of a head.
-        seed: of the projection; None follows `torch.manual_seed`. It is a buffer: it is saved, and changes
-            only with `redraw`.
+        seed: of the projection; None follows `torch.manual_seed`. The projection is a buffer: it is saved,
+            and only `redraw` changes it.
         kwargs: those of `Attention`.
     """
 
@@ -58,25 +58,25 @@ class PerformerAttention(Attention):
         self.register_buffer("projection", self._draw(seed).to(next(self.parameters())))
 
     def redraw(self, seed: int) -> None:
-        """Replaces the projection by the one of another seed."""
+        """Replace the projection by that of another seed."""
         self.projection.copy_(self._draw(seed))
 
     def _draw(self, seed: int | None) -> Tensor:
-        if next(self.parameters()).is_meta:  # no numbers are kept there, however many are asked for
+        if next(self.parameters()).is_meta:  # draw nothing, however much is asked for
             return torch.empty(self.features, self.head_dim, device="meta")
         return orthogonal_gaussian(self.features, self.head_dim, seed)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, is_causal: bool
     ) -> Tensor:
-        """Ratio of two linear sums over the keys' features."""
+        """The ratio of two linear sums over the keys' features."""
         mask = None if key_padding_mask is None else key_padding_mask[:, None]
         with full_precision(v.device):
             dtype = accumulator(v.dtype)
             weights = self.projection.to(dtype)
             of_q = _query_features(q.to(dtype), weights)
             of_k = _key_features(k.to(dtype), weights, mask, is_causal)
-            # The column of ones gives the denominator; padded keys are zero here and so in both sums.
+            # The column of ones gives the denominator. Padded keys are zero here, and so in both sums.
             values = torch.cat([v.to(dtype), v.new_ones(*v.shape[:-1], 1, dtype=dtype)], dim=-1)
             values = without(mask, values)
             top = causal_product(of_q, of_k, values) if is_causal else of_q @ (of_k.mT @ values)
@@ -125,7 +125,7 @@ class FpEcoAttention(PerformerAttention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, is_causal: bool
     ) -> Tensor:
-        """As the Performer, on unit tokens scaled so that its own 1 / sqrt(d) becomes 1 / temperature."""
+        """The Performer on unit tokens, scaled so that its 1 / sqrt(d) becomes 1 / temperature."""
         with full_precision(q.device):
             unit = unit_length(q.to(accumulator(q.dtype)))
             unit = unit * math.sqrt(math.sqrt(self.head_dim) / self.temperature)

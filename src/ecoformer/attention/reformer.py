@@ -16,29 +16,29 @@ from ecoformer.operations import Operations, Product, mac
 from ecoformer.randomness import seeded
 
 _SELF = -5e4
-"""Logit of a token's own key: it counts only where nothing else is seen."""
+"""Logit of a token's own key: it counts only if no other key is visible."""
 
 
 @register_attention("reformer")
 class ReformerAttention(Attention):
     """Kitaev et al., ICLR 2020: LSH attention, queries and keys being one projection.
 
-    Every round sorts the tokens by hash and cuts them into chunks of `bucket_size`; a chunk attends to
-    itself and to the chunk before, that of the first being the last one of the round before. Rounds are
-    merged by their log-sum-exp. This is reformer-pytorch's `LSHAttention` with its default flags, with two
-    differences: rotations are drawn once, not anew at every call, and padding is sorted behind all tokens,
-    so that what it holds changes nothing. The sequence is padded likewise to whole pairs of chunks.
+    Every round sorts the tokens by hash and cuts them into chunks of `bucket_size`. A chunk attends to itself
+    and to the previous chunk; for the first chunk of a round that is the last chunk of the previous round.
+    Rounds are merged by their log-sum-exp. This is reformer-pytorch's `LSHAttention` with its default flags,
+    except that rotations are drawn once, not in every call, and that padding is sorted behind all tokens, so
+    its content does not matter. The sequence is padded in the same way to complete pairs of chunks.
 
-    In causal order no earlier token reads a later one's key or value. Which earlier tokens share a chunk
-    does depend on the hashes of later ones, as in the original.
+    In causal order no token reads a later one's key or value. Which earlier tokens share a chunk depends on
+    the hashes of later ones, as in the original.
 
     Args:
         dim: channels of a token.
         num_heads: heads.
         bucket_size: tokens of a chunk.
         rounds: independent hashes of every token.
-        max_buckets: most hash values of a round; there are as many as chunks up to this number. Even.
-        seed: of the rotations; None follows `torch.manual_seed`. They are a buffer: they are saved.
+        max_buckets: most hash values per round; there are as many as chunks, up to this number. Even.
+        seed: of the rotations; None follows `torch.manual_seed`. The rotations are a buffer: they are saved.
         kwargs: those of `Attention`.
     """
 
@@ -68,7 +68,7 @@ class ReformerAttention(Attention):
         self.bucket_size, self.rounds, self.max_buckets = bucket_size, rounds, max_buckets
         shape = (self.head_dim, rounds, max_buckets // 2)
         weight = next(self.parameters())
-        if weight.is_meta:  # no numbers are kept there, however many are asked for
+        if weight.is_meta:  # draw nothing, however much is asked for
             rotations = torch.empty(shape, device="meta")
         else:
             rotations = torch.randn(shape, generator=seeded(seed), dtype=torch.float32, device="cpu")
@@ -111,9 +111,9 @@ class ReformerAttention(Attention):
         everything = (qk, v, padding.unsqueeze(-1))
         q, values, padded = (self._cut(_take(_per_round(x, order), order)) for x in everything)
         tokens = self._cut(order.unsqueeze(-1))
-        # fp16 has no room for the epsilon that keeps zero vectors from dividing by zero.
+        # The epsilon that protects zero vectors underflows in fp16.
         unit = F.normalize(q.to(accumulator(q.dtype)), dim=-1).to(q.dtype)
-        keys, values, padded, others = (_and_before(x) for x in (unit, values, padded, tokens))
+        keys, values, padded, others = (_with_previous(x) for x in (unit, values, padded, tokens))
 
         hidden = padded.mT
         if is_causal:
@@ -122,7 +122,7 @@ class ReformerAttention(Attention):
         logits = logits.masked_fill(tokens == others.mT, _SELF)
         logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
         mass = logits.logsumexp(dim=-1, keepdim=True)
-        # Not exp(logits - mass): beside the logit of the token itself, fp32 has no digits left for that.
+        # Not exp(logits - mass): next to the logit of the token itself, fp32 has no digits left for it.
         weights = logits.softmax(dim=-1).masked_fill(hidden, 0)
         weights = F.dropout(weights, self.attn_drop, self.training)
         out = (weights.to(v.dtype) @ values).to(logits.dtype)
@@ -157,7 +157,7 @@ class ReformerAttention(Attention):
 
 def _per_round(x: Tensor, order: Tensor) -> Tensor:
     """(B, H, N, D) as (B, H, rounds, N, D)."""
-    # Gathering from a view per round addresses every row once, so that the backward adds in a fixed order.
+    # Gathering from a view per round reads every row once, so the backward adds in a fixed order.
     return x.unsqueeze(2).expand(*order.shape, x.shape[-1])
 
 
@@ -166,6 +166,6 @@ def _take(x: Tensor, order: Tensor) -> Tensor:
     return x.gather(-2, order.unsqueeze(-1).expand(*order.shape, x.shape[-1]))
 
 
-def _and_before(x: Tensor) -> Tensor:
-    """Every chunk of (B, H, chunks, size, D) followed by the chunk before it."""
+def _with_previous(x: Tensor) -> Tensor:
+    """Every chunk of (B, H, chunks, size, D), followed by the previous chunk."""
     return torch.cat([x, x.roll(1, dims=2)], dim=3)

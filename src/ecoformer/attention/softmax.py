@@ -29,10 +29,10 @@ class SoftmaxAttention(Attention):
         if is_causal:
             n = q.shape[-2]
             seen = seen & seen.new_ones(n, n).tril()
-        # A row that sees nothing must not become NaN; like the other mechanisms it reads zero.
-        nobody = ~seen.any(dim=-1, keepdim=True)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | nobody, dropout_p=dropout)
-        return out.masked_fill(nobody, 0)
+        # A query that sees no key gets zero, not NaN, as in the other mechanisms.
+        blind = ~seen.any(dim=-1, keepdim=True)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | blind, dropout_p=dropout)
+        return out.masked_fill(blind, 0)
 
     def operations(self, batch: int, tokens: int) -> Operations:
         """Every token attends to every token."""

@@ -30,8 +30,7 @@ def is_ours(folder: Path) -> bool:
 def load_transformers(folder: Path, *, safetensors_only: bool = True) -> nn.Module:
     """The model in a folder of transformers, converted again if `convert` had converted it.
 
-    Its class is the one that was saved, so that its head is not lost. Code in the folder or on the Hub never
-    runs.
+    Its class is the one that was saved, head included. Code in the folder or on the Hub never runs.
     """
     try:
         return _load(folder, safetensors_only)
@@ -45,7 +44,7 @@ def load_transformers(folder: Path, *, safetensors_only: bool = True) -> nn.Modu
 def _load(folder: Path, safetensors_only: bool) -> nn.Module:
     config = _read_config(folder)
     if not config:
-        raise FileNotFoundError(f"{folder} holds no config.json: is it what save_pretrained wrote?")
+        raise FileNotFoundError(f"{folder} has no config.json: was it written by save_pretrained?")
     import transformers
 
     import_library("transformers.modeling_utils")

@@ -1,4 +1,4 @@
-"""`ecoformer convert`: a softmax model in, a file with an EcoFormer out."""
+"""`ecoformer convert`: converts a softmax model and writes it to a file."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ def convert(
     attention: Annotated[str, typer.Option(help="The mechanism; `ecoformer info` lists them.")] = "eco",
     layers: Annotated[
         list[str] | None,
-        typer.Option(help="Pattern of layer names, such as `stages.1.*`, or `all`; may be repeated."),
+        typer.Option(help="Pattern of layer names, such as `stages.1.*`, or `all`; repeatable."),
     ] = None,
     local: Annotated[
         str | None, typer.Option(help="Local branch: `7` over a sequence, `3x3` over an image.")
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="An argument of the mechanism; may be repeated."),
+        typer.Option("--set", metavar="KEY=VALUE", help="An argument of the mechanism; repeatable."),
     ] = None,
     fit: Annotated[
         Path | None,
-        typer.Option(help="Fit the hash functions on a folder of images, or a file with one text a line."),
+        typer.Option(help="Fit the hash functions on a folder of images, or a file with one text per line."),
     ] = None,
     samples: Annotated[int, typer.Option(help="How many images or texts to fit on.", min=1)] = 64,
     seed: Annotated[int, typer.Option(help="Seed of the fitting.")] = 0,
     architecture: Annotated[
-        str | None, typer.Option("--model", help="The timm model that a weights file is of.")
+        str | None, typer.Option("--model", help="The timm model of a weights file.")
     ] = None,
     pretrained: Annotated[
-        bool, typer.Option("--pretrained", help="Start from the weights that timm downloads for a name.")
+        bool, typer.Option("--pretrained", help="Start from timm's pretrained weights.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite OUT.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -57,7 +57,7 @@ def convert(
     _check_target(target, force)
     config = _config(settings or [], local)
     if fit is not None and not fit.exists():
-        raise FileNotFoundError(f"--fit: there is no folder or file {fit}")
+        raise FileNotFoundError(f"--fit: no such folder or file: {fit}")
     opened = open_model(source, architecture=architecture, pretrained=pretrained)
     report = convert_model(opened.model, attention, layers=layers or None, **config)
     notes = [note for note in report.notes if note != NOT_FITTED]
@@ -67,7 +67,7 @@ def convert(
     fitted: list[str] = []
     if fit is not None:
         if not hashers_of(opened.model):
-            raise ValueError(f"{attention} has no hash functions to fit: leave --fit away")
+            raise ValueError(f"--fit: {attention} has no hash functions to fit")
         batch, samples = sample_batch(opened, fit, samples)
         names = fit_hashers(opened.model, [batch], samples=samples, seed=seed, progress=not as_json)
         fitted = [name for name in names if hashers_of(opened.model)[name].learns]
@@ -84,11 +84,11 @@ def convert(
 
 def _check_target(target: Path, force: bool) -> None:
     if target.is_dir():
-        raise IsADirectoryError(f"{target} is a folder: OUT is the file to write")
+        raise IsADirectoryError(f"OUT must be a file, but {target} is a folder")
     if target.exists() and not force:
-        raise FileExistsError(f"{target} is there already: choose another name or pass --force")
+        raise FileExistsError(f"OUT: {target} exists; choose another name or pass --force")
     if not target.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {target.parent}")
+        raise FileNotFoundError(f"OUT: no such folder: {target.parent}")
 
 
 def _config(settings: list[str], local: str | None) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _config(settings: list[str], local: str | None) -> dict[str, Any]:
     for key in config.keys() & (options.keys() | {"example"}):
         if key != "local" or local is not None:
             option = options.get(key, "IN")
-            raise ValueError(f"--set takes arguments of the mechanism, and {key!r} is none: use {option}")
+            raise ValueError(f"--set {key} is not an argument of the mechanism: use {option}")
     if local is not None:
         sizes = local.lower().split("x")
         if not all(size.isascii() and size.isdigit() for size in sizes) or len(sizes) > 2:

@@ -1,4 +1,4 @@
-"""A model from what a user types: a name, a file or a folder."""
+"""Opening a model by a name, a file or a folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ecoformer.third_party import check_timm_name, import_timm
 
 @dataclass(frozen=True)
 class Source:
-    """A model and, where it is text's, its tokeniser."""
+    """A model and, for text, its tokeniser."""
 
     model: nn.Module
     what: str
@@ -32,24 +32,24 @@ def open_model(
     pretrained: bool = False,
     image_size: int | None = None,
 ) -> Source:
-    """The model that `name` stands for.
+    """Open a model.
 
-    A file of `ecoformer.save` or of the authors of EcoFormer; weights of a timm model, whose name is
-    `architecture`; a folder that `transformers` or our `save_pretrained` wrote; or a timm model's name, which
-    is built for images of `image_size` where it is for one size only.
+    `name` is a file of `ecoformer.save` or of the authors of EcoFormer; weights of the timm model
+    `architecture`; a folder written by `save_pretrained` of transformers or ours; or the name of a timm
+    model, built for images of `image_size` if it takes one size only.
     """
     path = Path(name)
     is_name = not path.is_dir() and not path.is_file()
     if architecture is not None and not path.is_file():
-        raise ValueError(f"--model says what a weights file is of, but {name} is no file")
+        raise ValueError(f"--model is for a weights file, but {name} is not a file")
     if pretrained and not is_name:
-        raise ValueError(f"--pretrained is for the name of a timm model, but {name} has weights of its own")
+        raise ValueError(f"--pretrained is for the name of a timm model, but {name} has its own weights")
     if path.is_dir():
         return _from_folder(path)
     if path.is_file():
         return _from_weights(path, architecture) if architecture else _from_file(path)
     if path.suffix in (".safetensors", ".pth", ".pt", ".bin") or len(path.parts) > 1:
-        raise FileNotFoundError(f"there is no file {name}")
+        raise FileNotFoundError(f"no such file: {name}")
     notes = () if pretrained else (f"the weights of {name} are random: --pretrained starts from timm's",)
     return Source(_timm(name, image_size, pretrained=pretrained), f"timm model {name}", notes=notes)
 
@@ -57,7 +57,7 @@ def open_model(
 def _from_file(path: Path) -> Source:
     hint = (
         "Weights of a timm model need its name: --model pvt_v2_b0 with convert or info; other commands take "
-        "what convert writes, or the name itself"
+        "the output of convert, or the name itself"
     )
     try:
         if _is_safetensors(path):
@@ -68,7 +68,7 @@ def _from_file(path: Path) -> Source:
 
 
 def _is_safetensors(path: Path) -> bool:
-    """By its name or, whatever its name, by its start: the header's length, and JSON."""
+    """By the name or the first bytes: the header's length, then JSON."""
     with path.open("rb") as file:
         return path.suffix == ".safetensors" or file.read(9)[8:] == b"{"
 
@@ -76,23 +76,23 @@ def _is_safetensors(path: Path) -> bool:
 def _from_weights(path: Path, architecture: str) -> Source:
     from timm.models import load_checkpoint, load_state_dict
 
-    with _blaming(f"{path.name} cannot be read as weights"):
+    with _file_errors(f"{path.name} cannot be read as weights"):
         state = load_state_dict(str(path), weights_only=True)
     names = ("head.weight", "fc.weight", "classifier.weight")
     head = next((state[name] for name in names if name in state), None)
     model = _timm(architecture, **({} if head is None else {"num_classes": head.shape[0]}))
-    with _blaming(f"{path.name} does not fit {architecture}"):
+    with _file_errors(f"{path.name} does not fit {architecture}"):
         load_checkpoint(model, str(path), strict=True, weights_only=True)
     return Source(model, f"timm model {architecture} with the weights of {path.name}")
 
 
 def _from_folder(path: Path) -> Source:
-    with _blaming(f"{path.name}/ cannot be read"):
+    with _file_errors(f"{path.name}/ cannot be read"):
         ours = folders.is_ours(path)
     if ours:
         return Source(load(path), f"checkpoint {path.name}/")
     if not (path / "config.json").is_file():
-        raise FileNotFoundError(f"folder {path} holds no config.json: is it what save_pretrained wrote?")
+        raise FileNotFoundError(f"folder {path} has no config.json: was it written by save_pretrained?")
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -103,17 +103,17 @@ def _from_folder(path: Path) -> Source:
     if any((path / name).is_file() for name in files):
         from transformers import AutoTokenizer
 
-        with _blaming(f"{path.name}/ cannot be loaded by transformers"):
+        with _file_errors(f"{path.name}/ cannot be loaded by transformers"):
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     return Source(model, f"transformers model {path.name}/", tokenizer)
 
 
 def _timm(name: str, image_size: int | None = None, **arguments: Any) -> nn.Module:
-    check_timm_name(name, f"{name!r} is neither a file, nor a folder, nor a timm model")
+    check_timm_name(name, f"{name!r} is not a file, a folder or a timm model")
     create = import_timm().create_model
     model: nn.Module
     if image_size is not None:
-        with contextlib.suppress(TypeError):  # models for images of any size do not take theirs
+        with contextlib.suppress(TypeError):  # models for images of any size have no such argument
             model = create(name, img_size=image_size, **arguments)
             return model.eval()
     model = create(name, **arguments)
@@ -121,8 +121,8 @@ def _timm(name: str, image_size: int | None = None, **arguments: Any) -> nn.Modu
 
 
 @contextlib.contextmanager
-def _blaming(what: str) -> Iterator[None]:
-    """Whatever another library raises over a user's file, as one short line that names it."""
+def _file_errors(what: str) -> Iterator[None]:
+    """Any error that another library raises for a user's file, as one line that names the file."""
     try:
         yield
     except ImportError:
