@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 from ecoformer import EcoAttention, FitOptions, KernelHasher, KlshHasher, LshHasher, SignHasher, fit_hashers
 
 HEADS, DIM, BITS, SUPPORT = 2, 6, 8, 5
-QUICK = FitOptions(steps=10, pairs=3)
+QUICK = FitOptions(steps=4, pairs=3)
 MAKERS = {
     "kernel": lambda: KernelHasher(HEADS, DIM, BITS, SUPPORT),
     "trainable": lambda: KernelHasher(HEADS, DIM, BITS, SUPPORT, sigma="input", trainable=True),
@@ -18,7 +18,7 @@ MAKERS = {
     "lsh": lambda: LshHasher(HEADS, DIM, BITS, seed=0),
     "fourier": lambda: SignHasher(HEADS, DIM, BITS, features="fourier", seed=0),
 }
-RANDOM = FitOptions(steps=10, pairs=3, start="random")
+RANDOM = FitOptions(steps=4, pairs=3, start="random")
 every_hasher = pytest.mark.parametrize("kind", MAKERS)
 
 
@@ -51,7 +51,7 @@ def test_seeds_decide(kind, options):
 
 
 @every_hasher
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_order_of_samples_does_not_matter(kind, seed):
     shuffle = torch.randperm(7, generator=torch.Generator().manual_seed(seed))
     assert same(fitted(kind), fitted(kind, tokens()[shuffle]))
@@ -83,13 +83,10 @@ def test_how_far_padding_goes_does_not_matter(kind, seed):
 
 # Cases for two ranks: every sample's rank, its length, and the tokens each rank's tensor is long.
 CASES = {
-    "halves": ([0, 0, 0, 1, 1, 1, 1], None, (12, 12)),
     "uneven": ([0, 1, 1, 1, 1, 1, 1], None, (12, 12)),
     "interleaved": ([1, 0, 1, 0, 0, 1, 1], None, (12, 12)),
     "empty rank": ([1, 1, 1, 1, 1, 1, 1], None, (12, 12)),
-    "padded": ([1, 0, 1, 0, 0, 1, 0], [12, 3, 5, 12, 7, 1, 9], (12, 12)),
     "padded on one rank": ([1, 0, 1, 0, 0, 1, 1], [12, 12, 5, 12, 12, 1, 9], (12, 12)),
-    "other lengths": ([1, 0, 1, 0, 0, 1, 1], [12, 8, 12, 8, 8, 12, 12], (8, 12)),
     "other lengths, padded": ([1, 0, 1, 0, 0, 1, 1], [11, 8, 12, 3, 5, 4, 12], (8, 12)),
 }
 

@@ -133,12 +133,12 @@ def test_learning_lowers_the_objective(options, seed):
 
 
 @every_option
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_more_passes_are_never_worse(options, seed):
     problem = Problem(seed=seed)
     objectives = [
         problem.objective(problem.learn(FitOptions(**{**vars(options), "passes": passes}), seed=seed))
-        for passes in (1, 2, 4)
+        for passes in (1, 2, 3)
     ]
     assert (objectives[1] <= objectives[0]).all()
     assert (objectives[2] <= objectives[1]).all()
@@ -147,12 +147,13 @@ def test_more_passes_are_never_worse(options, seed):
 
 def test_heads_do_not_know_of_each_other():
     together = Problem()
-    weights = together.learn(FitOptions(pairs=4))
+    options = FitOptions(pairs=4, steps=20)
+    weights = together.learn(options)
     for head in range(HEADS):
         alone = Problem()
         alone.features = together.features[head : head + 1]
         alone.sparse = SparseLabels(type(together.pairs)(*(x[head : head + 1] for x in together.pairs)))
-        single = alone.learn(FitOptions(pairs=4))
+        single = alone.learn(options)
         torch.testing.assert_close(single[0], weights[head], rtol=1e-6, atol=1e-8)
         assert torch.equal(alone.codes(single)[0], together.codes(weights)[head])
 
@@ -279,8 +280,8 @@ def test_learned_codes_are_ahead_on_unseen_tokens():
         "fourier": (SignHasher, {"bits": 16, "features": "fourier"}, None),
     }
     objectives = {name: [] for name in makers}
-    for seed in range(3):
-        seen, unseen = manifold(4, seed), manifold(4, seed + 100)
+    for seed in range(2):
+        seen, unseen = manifold(2, seed), manifold(2, seed + 100)
         for name, (maker, kwargs, options) in makers.items():
             hasher = maker(2, 32, **kwargs).fit(seen, seed=seed, options=options)
             objectives[name] += hasher.quality(unseen).objective_per_head.tolist()
