@@ -2,10 +2,10 @@
 
     python benchmarks/affinity.py [--device cpu|cuda] [--seconds 1]
 
-times `eco_attention` from tokens to output with 16 bits, hashing included, by the device's fused backend: on a
-CPU the forward pass, on a GPU forward and backward, full and causal, as CUDA graphs. Outputs are compared with
-the reference first; what the backend leaves to eager has no time. Writes results/affinity_cpu.json or
-affinity_gpu.json.
+times `eco_attention` from tokens to output with 16 bits, hashing included, by the fused backend of the
+device: on a CPU the forward pass, on a GPU forward and backward, full and causal, as CUDA graphs. Outputs are
+compared with the reference first; what the backend leaves to eager has no time. Writes
+results/affinity_cpu.json or affinity_gpu.json.
 """
 
 from __future__ import annotations
