@@ -1,4 +1,4 @@
-"""BitFusion: the paper's table, the whole layer, whole models, and where codes of 1 bit pay.
+"""BitFusion: the paper's table, the entire layer, complete models, and where codes of 1 bit pay.
 
     python benchmarks/bitfusion.py
 

@@ -170,7 +170,7 @@ class Described(Doubled):
         return [*SoftmaxAttention.operations(self, batch, tokens), Counts(mul=rows * self.head_dim)]
 
 
-def test_a_users_mechanism_is_counted_by_adding_one_method():
+def test_a_users_mechanism_is_counted_by_adding_one_method(monkeypatch):
     unknown, known = nn.Sequential(Doubled(32, 2)), nn.Sequential(Described(32, 2))
     softmax = nn.Sequential(SoftmaxAttention(32, 2))
     size = (1, 10, 32)
@@ -179,6 +179,9 @@ def test_a_users_mechanism_is_counted_by_adding_one_method():
     assert model_work(known, size).uncounted == ecoformer.cost(known, size).uncounted == ()
     extra = Counts(mul=10 * 32)
     assert ecoformer.cost(known, size).total == ecoformer.cost(softmax, size).total + extra
+    monkeypatch.setattr(SoftmaxAttention, "operations", lambda *_: None)
+    with pytest.raises(ValueError, match=r"SoftmaxAttention\.operations"):
+        attention_layer("softmax")
     layer = create_attention("eco", 32, 2)
     layer.hasher.__class__ = type("Mine", (type(layer.hasher),), {"project": lambda *_: None})
     assert model_work(nn.Sequential(layer), size).uncounted == ("0 (eco)",)

@@ -22,14 +22,14 @@ def test_the_readme_quotes_what_is_saved_against_the_model_as_it_is():
 
 
 def test_softmax_over_all_tokens_is_said_to_be_dearer_than_the_model(run):
-    out = run("cost", "pvt_v2_b0", "--compare", "softmax,eco", "--resolution", "64")[1]
-    assert "softmax attends to all tokens; the model as it is takes " in out
-    for more in (("native,softmax,eco",), ("eco",)):
-        assert (
-            "attends to all tokens"
-            not in run("cost", "pvt_v2_b0", "--compare", *more, "--resolution", "64")[1]
-        )
-    assert "to all tokens" not in run("cost", "vit_tiny_patch16_224", "--compare", "softmax,eco")[1]
+    def noted(model, compare):
+        out = run("cost", model, "--compare", compare, "--resolution", "64")[1]
+        return "softmax attends to all tokens; the model as it is takes " in out
+
+    assert noted("pvt_v2_b0", "softmax,eco")
+    assert not noted("pvt_v2_b0", "native,softmax,eco")
+    assert not noted("pvt_v2_b0", "eco")
+    assert not noted("vit_tiny_patch16_224", "softmax,eco")
 
 
 def test_small_models_are_counted_in_millions(run, tmp_path):
@@ -43,6 +43,6 @@ def test_models_for_one_size_of_images_are_built_for_the_size_asked_for(run):
     for command in (("cost",), ("simulate", "model")):
         status, _, err = run(*command, "vit_tiny_patch16_224", "--attention", "eco", "--resolution", "64")
         assert (status, err) == (0, "")
-    lines = run("cost", "vit_tiny_patch16_224", "--sweep", "resolution=64,96,224", "--csv")[1].splitlines()
+    lines = run("cost", "vit_tiny_patch16_224", "--sweep", "resolution=64,96", "--csv")[1].splitlines()
     energies = [float(line.split(",")[lines[0].split(",").index("energy_pj")]) for line in lines[1:]]
-    assert energies[0] < energies[1] < energies[2]
+    assert energies[0] < energies[1]

@@ -50,7 +50,7 @@ class ModelWork:
 
     @property
     def macs(self) -> int:
-        """Multiplications with an addition each."""
+        """Multiply-accumulates."""
         return sum(op.macs * times for op, times in self.work)
 
 
@@ -68,7 +68,7 @@ class ModelResult:
 
     @cached_property
     def total(self) -> Total:
-        """The whole model."""
+        """The entire model."""
         return simulate_all(self.work.work, self.array)
 
     def of(self, part: str) -> Total:
@@ -106,19 +106,17 @@ def model_work(
     """The matrix products and convolutions of one forward pass, layer by layer.
 
     Nothing is computed: the model runs on meta tensors, its weights stay where they are. Every layer reads
-    its input from DRAM and writes 32-bit sums back, as in the paper's table; layers are not fused.
+    its input from DRAM and writes 32-bit sums back, as in the paper's table; layers are not fused. The
+    projections of queries, keys and values are separate products, also where a module has one matrix.
 
     Args:
         model: any module, converted or not; hash functions need not be fitted.
         input_size: the input's shape with its batch, such as (1, 3, 224, 224); or an input; or keyword
             arguments.
         bits: of activations and weights, one number or (activations, weights). Keys, values and sums over
-            them are activations, whichever side of the array they stand on.
+            them are activations, whichever side of the array they are on.
         code_bits: of one bit of a code in hashed attention. Default: as activations, which is the paper's
             reading (its printed rows sum 8-bit operands over the keys); 1 moves codes as what they are.
-
-    Projections of queries, keys and values are separate products, as in the paper, also where a module
-    stores them as one matrix (`qkv` or `kv`).
     """
     of_values, of_weights = pair("bits", bits)
     of_codes = of_values if code_bits is None else whole("code_bits", code_bits)
@@ -152,7 +150,10 @@ def attention_layer(
         settings.setdefault("seq_len", tokens)
     with torch.device("meta"):
         layer = create_attention(mechanism, dim, 1, **settings)
-    return model_work(layer, (batch, tokens, dim), code_bits=code_bits).work
+    found = model_work(layer, (batch, tokens, dim), code_bits=code_bits)
+    if found.uncounted:
+        raise ValueError(f"{mechanism} has no known products: define {type(layer).__name__}.operations")
+    return found.work
 
 
 def _brief(total: Total) -> dict[str, Any]:
