@@ -15,7 +15,7 @@ import torch
 import ecoformer
 from ecoformer import CheckpointError, load_official, storage
 from ecoformer.checkpoints import limits
-from ecoformer.models.text import lra_text
+from ecoformer.models.text import TextEncoder, lra_text
 
 pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -92,6 +92,17 @@ def test_tensors_must_be_large_to_allow_large_numbers(tmp_path):
     path = storage.write(tmp_path / "x", {"a": torch.zeros(10**12, 0)}, description)
     with pytest.raises(CheckpointError, match="depth"):
         ecoformer.load(path)
+
+
+def test_what_load_would_refuse_is_not_saved(tmp_path):
+    narrow = TextEncoder(
+        length=20_000, dim=2, num_heads=1, vocabulary=4, hidden=2, depth=1, attention="softmax"
+    )
+    with pytest.raises(CheckpointError, match="length=20000"):
+        ecoformer.save(narrow.half(), tmp_path / "x")
+    assert not list(tmp_path.iterdir())
+    path = ecoformer.save(narrow, tmp_path / "x", standalone=False)
+    assert ecoformer.load(path, narrow) is narrow
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,7 @@ class TestFiles:
     def test_a_file_with_something_else(self, tmp_path, content):
         path = tmp_path / "other.pth"
         torch.save(content, path)
-        with pytest.raises(CheckpointError, match=r"other\.pth is no checkpoint: .* got "):
+        with pytest.raises(CheckpointError, match=r"other\.pth is not a checkpoint: .* got "):
             load_official(path)
 
     def test_errors_about_tensors_name_the_file(self, tmp_path):

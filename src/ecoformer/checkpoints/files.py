@@ -67,6 +67,7 @@ def checked_description(
     if description["model"]["library"] is None:
         return description
     name, arguments = description["model"]["name"], description["model"].get("arguments", {})
+    check_numbers(description, Held.by(model.state_dict()), name)
     try:
         with on_meta():
             again = rebuild(description)
@@ -80,7 +81,8 @@ def checked_description(
 
 def _shape_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Everything that two equal models have in common but the numbers."""
-    tensors = {key: {"shape": tuple(tensor.shape)} for key, tensor in model.state_dict().items()}
+    state = model.state_dict()
+    tensors = {key: {"shape": tuple(x.shape)} for key, x in state.items() if isinstance(x, Tensor)}
     return {"the model": {"class": type(model).__qualname__}} | structure(model) | tensors
 
 
@@ -104,7 +106,7 @@ def load(
     tensors, description = storage.read(path)
     check_description(description, source)
     held = Held.by(tensors)
-    check_numbers(description, held, source)
+    check_numbers(description if model is None else description | {"model": {}}, held, source)
     if model is None:
         return _build(tensors, description, source).to(device).eval()
     given, model = model, unwrapped(model)

@@ -36,7 +36,7 @@ class Held(NamedTuple):
     @classmethod
     def by(cls, tensors: Mapping[str, Tensor]) -> Held:
         """What these tensors hold."""
-        sizes = [(tensor.numel(), tensor.nbytes) for tensor in tensors.values()]
+        sizes = [(x.numel(), x.nbytes) for x in tensors.values() if isinstance(x, Tensor)]
         return cls(len(sizes), sum(n for n, _ in sizes), sum(n for _, n in sizes))
 
 

@@ -50,7 +50,7 @@ def load_official(source: str | os.PathLike[str] | Mapping[str, Any]) -> nn.Modu
     """
     where, state = _state_of(source)
     try:
-        _check_memory(state)
+        _check_memory(state, None if isinstance(source, Mapping) else os.path.getsize(source))
         family, arguments = recognise(state)
         tensors = rename(state, family)
         description = _describe(family, arguments)
@@ -156,28 +156,28 @@ def _state_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, 
     state = loaded["model"] if isinstance(loaded, Mapping) and "model" in loaded else loaded
     if not isinstance(state, Mapping) or not state:
         kind = "an empty one" if isinstance(state, Mapping) else type(state).__name__
-        raise CheckpointError(f"{where} is no checkpoint: a state dict was expected, got {kind}")
+        raise CheckpointError(f"{where} is not a checkpoint: expected a state dict, got {kind}")
     for key, value in state.items():
         if not isinstance(key, str) or not isinstance(value, Tensor):
             kind = f"{key!r}: {type(value).__name__}"
-            raise CheckpointError(f"{where} is no checkpoint: a state dict holds tensors by name, got {kind}")
+            raise CheckpointError(f"{where} is not a checkpoint: expected tensors by name, got {kind}")
     # DistributedDataParallel puts this before every name.
     wrapped = all(key.startswith("module.") for key in state)
     return where, {key.removeprefix("module.") if wrapped else key: value for key, value in state.items()}
 
 
-def _check_memory(state: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that are larger than the memory behind them, which a copy would need."""
+def _check_memory(state: Mapping[str, Tensor], file_size: int | None) -> None:
+    """Refuse tensors that are larger than the memory behind them, or than their file."""
     storages: dict[int, int] = {}
     for key, tensor in state.items():
         if tensor.layout != torch.strided or type(tensor) not in (Tensor, nn.Parameter):
             raise CheckpointError(f"{key} is not a plain dense tensor")
         memory = tensor.untyped_storage()
         storages[memory._cdata] = memory.nbytes()
-    wanted, held = sum(tensor.nbytes for tensor in state.values()), sum(storages.values())
-    if wanted > held:
+    claimed, held = sum(tensor.nbytes for tensor in state.values()), sum(storages.values())
+    if claimed > held or (file_size is not None and held > file_size):
         raise CheckpointError(
-            f"its tensors are views that repeat {held} bytes of numbers until they are {wanted} bytes"
+            f"its tensors claim {claimed} bytes, more than it holds: views must not repeat numbers"
         )
 
 
