@@ -134,6 +134,10 @@ def test_folders_of_transformers(config, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     with pytest.raises(CheckpointError, match=r"num_hidden_layers|larger model"):
         ecoformer.load(tmp_path)
+    for text in ("{", "[]", "[" * 100_000):
+        file.write_text(text)
+        with pytest.raises(CheckpointError, match="config"):
+            ecoformer.load(tmp_path)
 
 
 def test_what_is_built_elsewhere_meanwhile_does_not_count(tmp_path):

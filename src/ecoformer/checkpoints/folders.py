@@ -74,7 +74,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
         return {}
     if file.stat().st_size > _LARGEST_CONFIG:
         raise CheckpointError(f"{file} is larger than {_LARGEST_CONFIG} bytes")
-    config = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not valid JSON: {one_line(error)}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} is not a JSON object")
     return config
