@@ -97,32 +97,6 @@ def test_dtypes(dtype):
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
 
 
-def test_autocast():
-    attention, x = make(), tokens()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = attention(x, key_padding_mask=padding())
-    torch.testing.assert_close(out.float(), attention(x, key_padding_mask=padding()), rtol=0.05, atol=0.02)
-
-
-def test_attention_dropout():
-    q, k, v = heads()
-    attention = make(attn_drop=0.5)
-    torch.manual_seed(0)
-    dropped = attention.attend(q, k, v, None, False)
-    assert not torch.equal(dropped, attention.attend(q, k, v, None, False))
-    kept = attention.eval().attend(q, k, v, None, False)
-    assert torch.equal(kept, attention.attend(q, k, v, None, False))
-    assert not torch.equal(kept, dropped)
-    assert torch.equal(kept, make().attend(q, k, v, None, False))
-
-
-def test_state_dict_round_trip():
-    a, b, x = make(1), make(2), tokens()
-    assert not torch.equal(a(x), b(x))
-    b.load_state_dict(a.state_dict())
-    assert torch.equal(a(x), b(x))
-
-
 def test_by_name_and_bad_arguments():
     attention = create_attention("linformer", 32, 2, seq_len=10)
     assert attention.proj_k.shape == (10, 256)

@@ -9,7 +9,6 @@ from torch import nn
 import ecoformer
 from ecoformer import Distillation, FitOptions, convert, distill
 from ecoformer.conversion import distillation
-from ecoformer.hashing.fitting import move
 
 transformers = pytest.importorskip("transformers")
 
@@ -129,11 +128,6 @@ def test_batches_of_every_kind_and_a_forward_of_ones_own():
         distill(*pair(), batches, steps=2, **forward, **QUIET)
 
 
-def test_tuples_go_to_the_models_device():
-    x, _ = move((torch.zeros(2), torch.zeros(2)), torch.device("meta"))
-    assert x.device.type == "meta"
-
-
 def test_one_batch_in_the_place_of_batches():
     for batch in (tokens(), {"tokens": tokens()}):
         with pytest.raises(TypeError, match="put it in a list"):
@@ -221,13 +215,6 @@ def test_gradients_that_are_not_finite_leave_the_last_good_weights(steps):
     with pytest.raises(FloatingPointError):
         distill(student, teacher, BATCHES, steps=steps, loss=edge, **QUIET)
     assert all(p.isfinite().all() for p in student.parameters())
-
-
-def test_weights_that_explode_are_taken_back():
-    student, teacher = pair("softmax")
-    with pytest.raises(FloatingPointError):
-        distill(student, teacher, BATCHES, steps=4, lr=1e30, warmup=0.0, **QUIET)
-    assert student.eval()(BATCHES[0]).isfinite().all()
 
 
 def test_batches_that_give_out():

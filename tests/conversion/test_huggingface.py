@@ -235,12 +235,6 @@ def test_an_image_of_another_shape_is_not_read_in_the_wrong_grid():
     assert grids == {(2, 8)}
 
 
-def test_note_about_models_without_convolutions():
-    for name in ("Bert", "ViT"):
-        assert any("no convolution" in note for note in convert(build(name), "eco").notes)
-        assert not any("no convolution" in note for note in convert(build(name), "eco", local=7).notes)
-
-
 def test_refusals():
     decoder = {"is_decoder": True, "add_cross_attention": True}
     refused(build("Bert", is_decoder=True), r"^encoder.layer.0.attention.self .*decoder", "eco")
