@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ecoformer.files import replace_text
 from ecoformer.report.figures import accuracy_figure
 from ecoformer.report.style import colour_of, drawing, new_figure
 from ecoformer.training import Recipe, as_yaml
@@ -130,7 +131,7 @@ def write_page(
         "</body></html>\n",
     ]
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text("\n".join(parts), encoding="utf-8")
+    replace_text(target, "\n".join(parts))
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> str:
