@@ -85,7 +85,7 @@ def test_eval_gives_the_accuracy_of_the_run(run, file):
 
 
 @pytest.mark.parametrize(
-    ("base", "change"), [(MASKED, "precision=bf16"), (PICTURES, "ema=0.7")], ids=["masked", "pictures"]
+    ("base", "change"), [(MASKED, "ema=0.7"), (PICTURES, "precision=bf16")], ids=["masked", "pictures"]
 )
 def test_eval_measures_as_the_run_did(base, change, tmp_path):
     chosen = recipe(base, change, "schedule.steps=3", "smoothing=0.2", folder=tmp_path)
