@@ -72,7 +72,7 @@ def test_every_command_shows_an_example(cli):
             "'bits' of softmax",
         ),
         (("shares", "--quantity", "bytes", "--out", "a.png"), "--quantity must be energy, mul or add"),
-        (("shares", "--models", "pvt_v2_b9", "--out", "a.png"), "nor a timm model"),
+        (("shares", "--models", "pvt_v2_b9", "--out", "a.png"), "pvt_v2_b9"),
         (("shares", "--accounting", "mine", "--out", "a.png"), 'accounting must be "paper" or "exact"'),
         (("bitfusion", "layer", "--compare", "nope", "--out", "a.png"), "unknown attention 'nope'"),
     ],

@@ -154,7 +154,7 @@ def test_pictures(cli, tmp_path, arguments):
         (("layer", "--array", "none.json"), "none.json"),
         (("layer", "--sweep", "tokens=0"), "whole numbers from 1, got 'tokens=0'"),
         (("layer", "--figure", "a.gif"), "a.gif must end in .png, .svg, .pdf"),
-        (("model", "pvt_v2_b9"), "neither a file, nor a folder, nor a timm model"),
+        (("model", "pvt_v2_b9"), "pvt_v2_b9"),
         (("model", "pvt_v2_b0", "--bits", "16x8"), "activation_bits=16 is not a precision of this array"),
         (("model", "pvt_v2_b0", "--code-bits", "9"), "--attention eco"),
         (("model", "pvt_v2_b0", "--attention", "eco", "--compare", "eco"), "exclude each other"),
