@@ -42,6 +42,7 @@ def performer(features, **arguments):
 
 MODELS = {
     "width beyond 2^63 bytes": text(length=10**7, dim=10**12, attention="softmax", num_heads=1),
+    "4.9 GB before an overflow on meta": text(vocabulary=19_000_000, length=10**18),
     "overflow on meta": timm("vit_tiny_patch16_224", embed_dim=3 * 10**13),
     "a number with many digits": text(length=10**1000),
     "depths": timm("pvt_v2_b0", depths=[10**5] * 4),

@@ -128,43 +128,6 @@ class TestRecognise:
 
 
 class TestRename:
-    def test_each_name_and_shape_of_pvt_v2(self):
-        state = checkpoint()
-        renamed = rename(state, recognise(state)[0])
-        ksh, block = "block2.0.attn.fast_attention.ksh", "stages.1.blocks.0.attn.attention"
-        same = {
-            "patch_embed.proj.weight": "patch_embed1.proj.weight",
-            "patch_embed.norm.bias": "patch_embed1.norm.bias",
-            "stages.2.downsample.proj.bias": "patch_embed3.proj.bias",
-            "stages.3.downsample.norm.weight": "patch_embed4.norm.weight",
-            "stages.1.blocks.0.norm2.weight": "block2.0.norm2.weight",
-            "stages.1.blocks.0.mlp.dwconv.weight": "block2.0.mlp.dwconv.dwconv.weight",
-            f"{block}.qk.weight": "block2.0.attn.to_qk.weight",
-            f"{block}.v.bias": "block2.0.attn.to_v.bias",
-            f"{block}.proj.weight": "block2.0.attn.proj.weight",
-            "stages.3.norm.bias": "norm4.bias",
-            "head.weight": "head.weight",
-        }
-        assert {ours for ours in same if renamed[ours] is not state[same[ours]]} == set()
-        assert torch.equal(renamed[f"{block}.hasher.weight"], state[f"{ksh}.A"].transpose(1, 2))
-        assert torch.equal(renamed[f"{block}.hasher.mean"], state[f"{ksh}.mvec"][0, :, 0])
-        assert torch.equal(renamed[f"{block}.hasher.support_samples"], state[f"{ksh}.anchor"][0])
-        assert renamed[f"{block}.hasher.fitted"].item() is True
-        qkv = state["block4.0.attn.qkv.weight"]
-        assert torch.equal(renamed["stages.3.blocks.0.attn.q.weight"], qkv[:256])
-        assert torch.equal(renamed["stages.3.blocks.0.attn.kv.weight"], qkv[256:])
-
-    def test_names_of_twins_differ_only_in_attention(self):
-        state = checkpoint("twins_svt_small", device="meta")
-        renamed = rename(state, recognise(state)[0])
-        kept = {key for key in state if ".attn." not in key}
-        assert {key for key in renamed if ".attn." not in key} == kept
-        assert all(renamed[key] is state[key] for key in kept)
-        last = ("qkv.weight", "qkv.bias", "proj.weight", "proj.bias")
-        for name in last:
-            assert renamed[f"blocks.3.0.attn.attention.{name}"] is state[f"blocks.3.0.attn.{name}"]
-        assert renamed["blocks.1.0.attn.attention.qk.bias"] is state["blocks.1.0.attn.to_qk.bias"]
-
     @pytest.mark.parametrize("mechanism", ["eco", "softmax"])
     def test_every_number_arrives_once(self, mechanism):
         state = checkpoint(mechanism=mechanism)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ecoformer import FitOptions, fit_hashers, hashers_of, list_attentions, register_attention
+from ecoformer import FitOptions, fit_hashers, hashers_of, list_attentions, load, register_attention, save
 from ecoformer.attention import Attention, attention_class, registry
 from ecoformer.models.text import PAD, TextEncoder, TwoTowerEncoder, byte_tokens, lra_retrieval, lra_text
 
@@ -450,11 +450,36 @@ def test_pairs_of_unequal_number():
             for key in ("vocabulary", "length", "depth", "hidden")
         ),
         ({"classes": -2}, "^classes must be at least 0, got -2$"),
+        ({"pool": "max"}, "pool"),
     ],
 )
 def test_wrong_arguments(cls, arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         cls(**{**SIZES, **arguments})
+
+
+@pytest.mark.parametrize("name", ["softmax", "performer"])
+def test_without_pooling_the_head_reads_each_token(name):
+    model, pooled, x = make(name, pool="none"), make(name), tokens(23, 13, 20)
+    logits, features = model(x), model.forward_features(x)
+    assert logits.shape == (3, N, CLASSES)
+    assert torch.equal(logits, model.head(features))
+    assert torch.equal(pooled(x), pooled.head(pooled.pool(features, x == PAD)))
+    torch.testing.assert_close(logits[1, :13], model(x[1:2, :13])[0], rtol=1e-4, atol=1e-5)
+    bare = make(name, pool="none", classes=0)
+    assert torch.equal(bare(x), bare.forward_features(x))
+    assert "pool=none" in repr(model)
+    assert "pool=" not in repr(pooled)
+
+
+def test_pooling_is_saved(tmp_path):
+    model, x = make("softmax", pool="none"), tokens()
+    assert torch.equal(load(save(model, tmp_path / "x.safetensors"))(x), model(x))
+    model.save_pretrained(tmp_path / "hub")
+    assert torch.equal(TextEncoder.from_pretrained(tmp_path / "hub")(x), model(x))
+    old = make("softmax")
+    del old._hub_mixin_config["pool"], old.pooling
+    assert load(save(old, tmp_path / "old.safetensors"))(x).shape == (B, CLASSES)
 
 
 def test_bytes_become_tokens():
