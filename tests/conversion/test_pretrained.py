@@ -149,3 +149,29 @@ def test_a_process_that_has_not_registered_us_is_warned(saved, monkeypatch, capl
     monkeypatch.setattr(transformers.logging.get_logger("transformers"), "propagate", True)
     Classifier.from_pretrained(saved[0])
     assert "got ecoformer" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["Roberta", "DistilBert", "Electra", "ViT", "DeiT", "Dinov2", "ViTMSN"])
+def test_every_family_comes_back(name, tmp_path):
+    """transformers renames the weights of some families in its files."""
+    sizes = SIZES | {"image_size": 32, "patch_size": 8, "pad_token_id": 0}
+    if name == "DistilBert":
+        sizes |= {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}
+    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**sizes)).eval()
+    x = torch.randn(2, 3, 32, 32) if model.main_input_name == "pixel_values" else IDS
+    convert(model, "lsh_eco", local=3, seed=0)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) / 5)
+    model.save_pretrained(tmp_path)
+    again = ecoformer.load(tmp_path)
+    assert torch.equal(again(x).last_hidden_state, model(x).last_hidden_state)
+
+
+def test_weights_that_are_not_converted_are_refused(tmp_path):
+    """Models that are built from one config object share it, and with it the record of a conversion."""
+    config = transformers.BertConfig(**SIZES)
+    converted, other = Classifier(config), Classifier(config)
+    convert(converted, "softmax")
+    other.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="quantization_config"):
+        Classifier.from_pretrained(tmp_path)

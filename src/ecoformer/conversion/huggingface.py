@@ -8,7 +8,7 @@ one: `quant_method="ecoformer"`. A process that has not registered it gets a war
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -32,7 +32,10 @@ def record_in_config(model: nn.Module, record: dict[str, Any]) -> list[str]:
             continue
         records = [*before.get("conversions", []), {"mechanism": record["mechanism"], "layers": layers}]
         part.config.quantization_config = {"quant_method": METHOD, "conversions": records}
-        register_with_transformers()
+        try:
+            register_with_transformers()
+        except (ImportError, AttributeError) as error:  # a version without this extension point
+            notes.append(f"from_pretrained cannot load the converted model ({error}): use ecoformer.save")
     return notes
 
 
@@ -79,9 +82,12 @@ def register_with_transformers() -> None:
         def is_serializable(self) -> bool:
             return True
 
-        def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        def _process_model_before_weight_loading(
+            self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+        ) -> None:
             from ecoformer.conversion.convert import reapply
 
+            _check_converted(checkpoint_files or ())
             config: Any = self.quantization_config
             for record in config.conversions:
                 layers = {_name_in(model, name): settings for name, settings in record["layers"].items()}
@@ -103,6 +109,23 @@ def register_with_transformers() -> None:
 
     auto.register_quantization_config(METHOD)(ConversionConfig)
     auto.register_quantizer(METHOD)(ConversionLoader)
+
+
+def _check_converted(files: Sequence[str]) -> None:
+    """Refuse weights of an unconverted model, whose config was shared with a converted one."""
+    from safetensors import safe_open
+
+    if not files or not all(str(file).endswith(".safetensors") for file in files):
+        return
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            names = opened.keys()
+        if any(name.endswith((".attention.qk.weight", ".attention.qkv.weight")) for name in names):
+            return
+    raise ValueError(
+        "quantization_config in config.json records a conversion by ecoformer, but the weights are not "
+        "converted: remove it from config.json to load them"
+    )
 
 
 def _name_in(model: Any, layer: str) -> str:

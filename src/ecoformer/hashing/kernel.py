@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from ecoformer.arguments import shape
 from ecoformer.backends.hashing import (
     HashFunctions,
-    Surrogate,
     project,
     squared_distances,
     unit_length,
@@ -58,8 +57,7 @@ class KernelHasher(Hasher):
             tokens that `fit` saw. "input": that of each input sample, as in the released code; codes then
             depend on the other tokens of the sample.
         trainable: makes A a parameter, trained by the task's gradient between fits.
-        surrogate: gradient of the sign, see `sign_ste`.
-        sign_of_zero: +1 in the paper, 0 in the released code.
+        kwargs: `surrogate` and `sign_of_zero` of `Hasher`.
     """
 
     _moves_support = True
@@ -77,10 +75,9 @@ class KernelHasher(Hasher):
         *,
         sigma: Literal["stored", "input"] = "stored",
         trainable: bool = False,
-        surrogate: Surrogate = "hardtanh",
-        sign_of_zero: int = 1,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(num_heads, head_dim, bits, surrogate=surrogate, sign_of_zero=sign_of_zero)
+        super().__init__(num_heads, head_dim, bits, **kwargs)
         if bits > MAX_BITS:
             raise ValueError(f"bits must be from 1 to {MAX_BITS}, got {bits}")
         if support < 1:

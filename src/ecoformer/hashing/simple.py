@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ecoformer.backends.hashing import Hyperplanes, Surrogate, project, unit_length
+from ecoformer.backends.hashing import Hyperplanes, project, unit_length
 from ecoformer.hashing.base import Hasher, wide_dtype
 from ecoformer.operations import Operations, Product
 from ecoformer.randomness import seeded
@@ -31,7 +31,15 @@ class _DrawnHasher(Hasher):
 
 
 class LshHasher(_DrawnHasher):
-    """Locality-sensitive hashing: on which side of b random hyperplanes a token lies."""
+    """Locality-sensitive hashing: on which side of b random hyperplanes a token lies.
+
+    Args:
+        num_heads: heads.
+        head_dim: D, channels of a head.
+        bits: b, the number of hyperplanes.
+        seed: of the hyperplanes; None follows `torch.manual_seed`.
+        kwargs: `surrogate` and `sign_of_zero` of `Hasher`.
+    """
 
     planes: Tensor
 
@@ -42,10 +50,9 @@ class LshHasher(_DrawnHasher):
         bits: int = 16,
         *,
         seed: int | None = None,
-        surrogate: Surrogate = "hardtanh",
-        sign_of_zero: int = 1,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(num_heads, head_dim, bits, surrogate=surrogate, sign_of_zero=sign_of_zero)
+        super().__init__(num_heads, head_dim, bits, **kwargs)
         self.register_buffer("planes", torch.zeros(num_heads, head_dim, bits, dtype=wide_dtype()))
         self.draw(seeded(seed))
         self._set_fitted()
@@ -80,8 +87,7 @@ class SignHasher(_DrawnHasher):
             Fourier features of the unit tokens, cos(w x + p): the paper's transformation of queries and
             keys, binarised.
         seed: of the random features; None follows `torch.manual_seed`.
-        surrogate: gradient of the sign, see `sign_ste`.
-        sign_of_zero: +1 in the paper, 0 in the released code.
+        kwargs: `surrogate` and `sign_of_zero` of `Hasher`.
     """
 
     frequencies: Tensor
@@ -95,11 +101,10 @@ class SignHasher(_DrawnHasher):
         *,
         features: Literal["channels", "fourier"] = "channels",
         seed: int | None = None,
-        surrogate: Surrogate = "hardtanh",
-        sign_of_zero: int = 1,
+        **kwargs: Any,
     ) -> None:
         bits = head_dim if bits is None else bits
-        super().__init__(num_heads, head_dim, bits, surrogate=surrogate, sign_of_zero=sign_of_zero)
+        super().__init__(num_heads, head_dim, bits, **kwargs)
         if features not in ("channels", "fourier"):
             raise ValueError(f'features must be "channels" or "fourier", got {features!r}')
         if features == "channels" and bits > head_dim:
