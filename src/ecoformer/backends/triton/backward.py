@@ -2,7 +2,8 @@
 """Backward kernels without causal order: the state's gradient first, then that of every token and value.
 
 With a_t = grad_t / below_t and e_t = -(a_t . out_t), the gradient of the state is the sum of
-h'_t [a_t, e_t]^T over the queries: it has the state's layout, the bias's share in its last row.
+f'_t [a_t, e_t]^T over the queries: it has the state's layout, the bias's share in its last row.
+With groups of bits that is the gradient of the table; mixed as buckets are, it is that of the buckets.
 The first pass keeps one over below_t, and e_t, for the second.
 """
 
@@ -11,92 +12,196 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ecoformer.backends.triton.forward import denominators, load_summed
+from ecoformer.backends.triton.groups import (
+    MIX,
+    WALSH,
+    column_of,
+    features_of,
+    group_values,
+    load_buckets,
+    mixed,
+    tall_product,
+    tall_sums,
+    to_bits,
+)
 from ecoformer.backends.triton.hashing import (
+    NARROWEST,
     dot,
     launched,
-    load_codes,
     load_functions,
     load_keys,
     load_packed,
     load_tile,
+    load_weights,
     product,
     project_back,
     reciprocal,
     row_sums,
     store_tile,
-    unpack,
 )
-from ecoformer.backends.triton.state import load_parts, load_reads, load_state, store_reads, store_state
+from ecoformer.backends.triton.state import (
+    load_parts,
+    load_reads,
+    load_state,
+    state_size,
+    store_reads,
+    store_state,
+)
 
 
 @triton.jit
 def gather_grad_tiles(
     grad, grad_n, grad_c, codes, reads, first, last, n, sums, ones, total, count, beta,
-    PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    E: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+    SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the state from queries first ... last of a head; stores one over below_t, and e_t."""
-    to_sums = tl.zeros((BB, BE), tl.float32)
-    to_ones = tl.zeros((BLOCK, BB), tl.float32)
-    to_totals = tl.zeros((16, BE), tl.float32)
+    """Gradient of the state from queries first ... last of a head; stores one over below_t, and e_t.
+
+    The last number, the gradient of the count of keys, is of use to weights of keys only.
+    """
+    to_sums = tl.zeros((BF, BE), tl.float32)
+    if SIZE == 0:
+        to_ones = tl.zeros((BLOCK, BF), tl.float32)
+        to_totals = tl.zeros((16, BE), tl.float32)
+        to_counts = tl.zeros((BLOCK,), tl.float32)
+    else:
+        to_ones = tl.zeros((BF, NARROWEST), tl.float32)
     packed = load_packed(codes, first, n, BLOCK)
     for start in range(first, last, BLOCK):
-        h = unpack(packed, BITS, BB)
+        f = features_of(packed, SIZE, HOPPER, F, BF)
+        if SIZE > 0:
+            turned = group_values(packed, SIZE, HOPPER, F, BF, False, True)
         packed = load_packed(codes, start + BLOCK, n, BLOCK)
         tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
-        below = row_sums(h, ones, 3, PRECISION) + beta * count
-        inverse = tl.where(count == 0, 0.0, reciprocal(tl.where(count == 0, 1.0, below)))
-        # a_t . out_t from h_t, S grad_t and the sum of values, so that nobody has to keep out.
-        to_codes = product(tile, tl.trans(sums), PIECES, PRECISION)
-        h = h.to(tl.float32)
-        e = tl.sum(h * to_codes, axis=1) + row_sums(tile, beta * total, PIECES, PRECISION)
-        e *= -inverse * inverse
-        store_reads(reads, inverse, e, start, n, BLOCK)
-        # The sum of h_t a_t^T, with one over below_t on the narrow side.
-        to_sums += product(h * inverse[:, None], tile, PIECES, PRECISION, None, True)
-        columns = tl.broadcast_to(inverse[:, None], (BLOCK, 16))
-        to_totals += product(columns, tile, PIECES, PRECISION, None, True)
-        to_ones += h * e[:, None]
-    return to_sums, tl.sum(to_ones, axis=0), beta * 0.0625 * tl.sum(to_totals, axis=0)
+        if SIZE == 0:
+            below = denominators(f, ones, total, count, beta, PRECISION, SIZE)
+            inverse = tl.where(count == 0, 0.0, reciprocal(tl.where(count == 0, 1.0, below)))
+            # a_t . out_t from h_t, S grad_t and the sum of values, so that nobody has to keep out.
+            to_codes = product(tile, tl.trans(sums), PIECES, PRECISION)
+            h = f.to(tl.float32)
+            e = tl.sum(h * to_codes, axis=1) + row_sums(tile, beta * total, PIECES, PRECISION)
+            e *= -inverse * inverse
+            store_reads(reads, inverse, e, start, n, BLOCK)
+            # The sum of h_t a_t^T, with one over below_t on the narrow side.
+            to_sums += product(h * inverse[:, None], tile, PIECES, PRECISION, None, True)
+            columns = tl.broadcast_to(inverse[:, None], (BLOCK, 16))
+            to_totals += product(columns, tile, PIECES, PRECISION, None, True)
+            to_ones += h * e[:, None]
+            if WEIGHTED:
+                to_counts += e
+        else:
+            below = row_sums(f, ones, 3, PRECISION)
+            inverse = reciprocal(tl.where(count == 0, 1.0, tl.maximum(below, total)))
+            inverse = tl.where(count == 0, 0.0, inverse)
+            a = tile.to(tl.float32) * inverse[:, None]
+            e = -tl.sum(a * product(f, sums, PIECES, PRECISION), axis=1) * inverse
+            # A denominator at its floor depends on nothing.
+            e = tl.where(below < total, 0.0, e)
+            store_reads(reads, inverse, e, start, n, BLOCK)
+            to_sums += tall_product(turned, a, PIECES, PRECISION, WIDE)
+            to_ones += tall_sums(turned, e, PIECES, PRECISION, WIDE)
+    if SIZE == 0:
+        to_total = beta * 0.0625 * tl.sum(to_totals, axis=0)
+        return to_sums, tl.sum(to_ones, axis=0), to_total, beta * tl.sum(to_counts, axis=0)
+    else:
+        return to_sums, column_of(to_ones), 0.0, 0.0
+
+
+@triton.jit
+def load_gradients(
+    state, to_state, grad_parts, scales, ratios, head,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """What gives the gradients of features as queries and as keys, and of values: (BF, BE) and (BF,) each.
+
+    Also the gradients of the sum of values and of the number of keys. With groups of bits the first two are
+    coefficients of products of bits, see `to_bits`.
+    """
+    if SIZE == 0:
+        sums, ones, _, _ = load_state(state, E, F, BE, BF)
+        to_sums, to_ones, to_total, to_count = load_parts(to_state, grad_parts, E, F, BE, BF)
+        return sums, ones, to_sums, to_ones, to_sums, to_ones, to_total, to_count
+    else:
+        BS: tl.constexpr = 16 if SIZE < 4 else 1 << SIZE
+        as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+        if QUERIES:
+            raw, raw_ones = load_buckets(state, 1, E, F, BE, BF // BS, BS)
+            as_query, as_query_ones = mixed(
+                raw, raw_ones, scales, ratios, head, WALSH, PRECISION, SIZE, F, BE, BF
+            )
+        if KEYS:
+            raw, raw_ones = load_buckets(to_state, grad_parts, E, F, BE, BF // BS, BS)
+            as_key, as_key_ones = mixed(raw, raw_ones, scales, ratios, head, WALSH, PRECISION, SIZE, F, BE, BF)
+            to_sums, to_ones = mixed(raw, raw_ones, scales, ratios, head, MIX, PRECISION, SIZE, F, BE, BF)
+        return as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, 0.0, 0.0
 
 
 @triton.jit
 def token_grad_tile(
-    grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, codes, reads, to_x, to_v, start, n,
-    samples, lengths, middle, mix, scale,
-    sums, ones, to_sums, to_ones, to_total,
+    grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, codes, reads,
+    to_x, to_v, to_key_weight, start, n, samples, lengths, middle, mix, scale,
+    as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, VALUES: tl.constexpr,
-    WEIGHT: tl.constexpr, MASKED: tl.constexpr,
+    WEIGHT: tl.constexpr, KEY_WEIGHT: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile's tokens (QUERIES, KEYS or both) and values; returns the weight's (BM, BB)."""
-    h = load_codes(codes, start, n, BITS, BB, BLOCK)
-    to_codes = tl.zeros((BLOCK, BB), tl.float32)
+    """Gradients of a tile's tokens (QUERIES, KEYS or both), values and weights; returns `weight`'s (BM, BB)."""
+    packed = load_packed(codes, start, n, BLOCK)
+    to_features = tl.zeros((BLOCK, BF), tl.float32)
     to_mix = tl.zeros((BM, BB), tl.float32)
-    if QUERIES:
+    if QUERIES and TOKENS:
         tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
         inverse, e = load_reads(reads, start, n, BLOCK)
-        to_codes = product(tile, tl.trans(sums), PIECES, PRECISION) * inverse[:, None]
-        to_codes += e[:, None] * ones[None, :]
+        to_features = product(tile, tl.trans(as_query), PIECES, PRECISION) * inverse[:, None]
+        to_features += e[:, None] * as_query_ones[None, :]
     if KEYS:
-        keys = load_keys(mask, mask_n, start, n, MASKED, BLOCK)[:, None]
-        if TOKENS:
+        keys = load_keys(mask, mask_n, start, n, MASKED, BLOCK)
+        if WEIGHTED:
+            weights = load_weights(key_weight, key_weight_n, start, keys, BLOCK)
+        if TOKENS or KEY_WEIGHT:
             values = load_tile(v, start, n, v_n, v_c, E, BE, BLOCK)
-            more = product(values, tl.trans(to_sums), PIECES, PRECISION) + to_ones[None, :]
+        if TOKENS:
+            more = product(values, tl.trans(as_key), PIECES, PRECISION) + as_key_ones[None, :]
+            if WEIGHTED:
+                more *= weights[:, None]
             if MASKED or WEIGHT:
-                more = tl.where(keys, more, 0.0)
-            to_codes += more
-        if VALUES:
-            tile = product(h, to_sums, PIECES, PRECISION) + to_total[None, :]
+                more = tl.where(keys[:, None], more, 0.0)
+            to_features += more
+        if VALUES or KEY_WEIGHT:
+            f = features_of(packed, SIZE, HOPPER, F, BF)
+            tile = product(f, to_sums, PIECES, PRECISION)
+            if SIZE == 0:
+                tile += to_total[None, :]
             if MASKED:
-                tile = tl.where(keys, tile, 0.0)
-            store_tile(to_v, tile, start, n, E, 1, E, BE, BLOCK)
+                tile = tl.where(keys[:, None], tile, 0.0)
+            if KEY_WEIGHT:
+                wide = values.to(tl.float32)
+                if MASKED:
+                    wide = tl.where(keys[:, None], wide, 0.0)
+                to_weights = tl.sum(tile * wide, axis=1) + row_sums(f, to_ones, 3, PRECISION) + to_count
+                rows = start + tl.arange(0, BLOCK)
+                to_weights = tl.where(keys, to_weights, 0.0)
+                tl.store(to_key_weight + rows, to_weights.to(to_key_weight.dtype.element_ty), mask=rows < n)
+            if VALUES:
+                if WEIGHTED:
+                    tile *= weights[:, None]
+                store_tile(to_v, tile, start, n, E, 1, E, BE, BLOCK)
     if TOKENS:
+        if SIZE == 0:
+            to_codes = to_features
+        else:
+            to_codes = to_bits(to_features, packed, PIECES, PRECISION, SIZE, F, BF, BITS, BB)
         tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
         tile, features, to_y = project_back(
-            tokens, to_codes, samples, lengths, middle, mix, scale, PRECISION, GRAD_PRECISION
+            tokens, to_codes, samples, lengths, middle, mix, scale, PLANES, PRECISION, GRAD_PRECISION
         )
         store_tile(to_x, tile, start, n, D, 1, D, BD, BLOCK)
         if WEIGHT:
@@ -106,39 +211,44 @@ def token_grad_tile(
 
 @triton.jit
 def token_grad_tiles(
-    grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, codes, reads, to_x, to_v, to_weight,
-    first, last, n, support, mean, sigma, weight, head,
-    sums, ones, to_sums, to_ones, to_total,
+    grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, codes, reads,
+    to_x, to_v, to_key_weight, to_weight, first, last, n, support, mean, sigma, weight, head,
+    as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count,
     SINGLE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
-    VALUES: tl.constexpr, WEIGHT: tl.constexpr, MASKED: tl.constexpr,
+    VALUES: tl.constexpr, WEIGHT: tl.constexpr, KEY_WEIGHT: tl.constexpr,
+    MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same for tokens first ... last.
 
     SINGLE: they are one tile. In a loop the compiler keeps all that does not change in shared memory.
     """
     samples, lengths, middle, mix, scale = load_functions(
-        support, mean, sigma, weight, head, D, M, BITS, BD, BM, BB
+        support, mean, sigma, weight, head, PLANES, D, M, BITS, BD, BM, BB
     )
     if SINGLE:
         to_mix = token_grad_tile(
-            grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, codes, reads, to_x, to_v, first, n,
-            samples, lengths, middle, mix, scale,
-            sums, ones, to_sums, to_ones, to_total,
-            QUERIES, KEYS, TOKENS, VALUES, WEIGHT, MASKED, PIECES, PRECISION, GRAD_PRECISION,
-            D, E, BITS, BD, BE, BM, BB, BLOCK,
+            grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, codes,
+            reads, to_x, to_v, to_key_weight, first, n, samples, lengths, middle, mix, scale,
+            as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count,
+            QUERIES, KEYS, TOKENS, VALUES, WEIGHT, KEY_WEIGHT, MASKED, WEIGHTED,
+            PIECES, PRECISION, GRAD_PRECISION, PLANES, SIZE, HOPPER,
+            D, E, F, BITS, BD, BE, BF, BM, BB, BLOCK,
         )  # fmt: skip
     else:
         to_mix = tl.zeros((BM, BB), tl.float32)
         for start in range(first, last, BLOCK):
             more = token_grad_tile(
-                grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, codes, reads, to_x, to_v,
-                start, n, samples, lengths, middle, mix, scale,
-                sums, ones, to_sums, to_ones, to_total,
-                QUERIES, KEYS, TOKENS, VALUES, WEIGHT, MASKED, PIECES, PRECISION, GRAD_PRECISION,
-                D, E, BITS, BD, BE, BM, BB, BLOCK,
+                grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, codes,
+                reads, to_x, to_v, to_key_weight, start, n, samples, lengths, middle, mix, scale,
+                as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count,
+                QUERIES, KEYS, TOKENS, VALUES, WEIGHT, KEY_WEIGHT, MASKED, WEIGHTED,
+                PIECES, PRECISION, GRAD_PRECISION, PLANES, SIZE, HOPPER,
+                D, E, F, BITS, BD, BE, BF, BM, BB, BLOCK,
             )  # fmt: skip
             if WEIGHT:
                 to_mix += more
@@ -149,86 +259,119 @@ def token_grad_tiles(
 
 @launched
 def gather_grad(
-    grad, grad_b, grad_h, grad_n, grad_c, codes, reads, state, partial, n, heads, parts, span, beta,
-    PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    E: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+    grad, grad_b, grad_h, grad_n, grad_c, codes, reads, state, partial, scales, ratios, floor,
+    n, heads, parts, span, beta,
+    WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+    SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program sums the state's gradient over one of `parts` stretches of a head."""
     row = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     batch, head = row // heads, row % heads
-    size = (BITS + 1) * (E + 1)
-    sums, ones, total, count = load_state(state + row * size, BITS, E, BB, BE)
+    size = state_size(SIZE, E, F)
+    state += row * size
+    sums, ones, total, count = load_summed(
+        state, state, 1, False, scales, ratios, floor, head, PRECISION, SIZE, E, F, BE, BF
+    )
     first = part * span
-    to_sums, to_ones, to_total = gather_grad_tiles(
+    to_sums, to_ones, to_total, to_count = gather_grad_tiles(
         grad + batch * grad_b + head * grad_h, grad_n, grad_c, codes + row * n, reads + row * n * 2,
-        first, tl.minimum(first + span, n), n, sums, ones, total, count, beta, PIECES, PRECISION,
-        E, BITS, BE, BB, BLOCK,
+        first, tl.minimum(first + span, n), n, sums, ones, total, count, beta,
+        WEIGHTED, PIECES, PRECISION, SIZE, HOPPER, E, F, BE, BF, BLOCK, WIDE,
     )  # fmt: skip
     partial += (row * parts + part) * size
-    store_state(partial, to_sums, to_ones, to_total, 0.0, BITS, E, BB, BE)
+    store_state(partial, to_sums, to_ones, to_total, to_count, SIZE, E, F, BE, BF)
 
 
 @launched
 def token_grad(
     grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c,
-    mask, mask_b, mask_n, codes, reads, state, partial, to_x, to_v, to_weight, support, mean, sigma, weight,
+    mask, mask_b, mask_n, key_weight, key_weight_b, key_weight_h, key_weight_n, codes, reads, state, partial,
+    to_x, to_v, to_key_weight, to_weight, support, mean, sigma, weight, scales, ratios,
     n, heads, grad_parts, parts, span,
     SINGLE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
-    VALUES: tl.constexpr, WEIGHT: tl.constexpr, MASKED: tl.constexpr,
+    VALUES: tl.constexpr, WEIGHT: tl.constexpr, KEY_WEIGHT: tl.constexpr,
+    MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program computes the gradients of one of `parts` stretches of a head's tokens."""
     row = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     batch, head = row // heads, row % heads
-    size = (BITS + 1) * (E + 1)
-    sums, ones, _, _ = load_state(state + row * size, BITS, E, BB, BE)
-    to_sums, to_ones, to_total, _ = load_parts(partial + row * grad_parts * size, grad_parts, BITS, E, BB, BE)
+    size = state_size(SIZE, E, F)
+    as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count = load_gradients(
+        state + row * size, partial + row * grad_parts * size, grad_parts, scales, ratios, head,
+        QUERIES and TOKENS, KEYS, PRECISION, SIZE, E, F, BE, BF,
+    )  # fmt: skip
     first = part * span
     token_grad_tiles(
         grad + batch * grad_b + head * grad_h, grad_n, grad_c, x + batch * x_b + head * x_h, x_n, x_c,
-        v + batch * v_b + head * v_h, v_n, v_c, mask + batch * mask_b, mask_n, codes + row * n,
-        reads + row * n * 2, to_x + row * n * D, to_v + row * n * E,
+        v + batch * v_b + head * v_h, v_n, v_c, mask + batch * mask_b, mask_n,
+        key_weight + batch * key_weight_b + head * key_weight_h, key_weight_n, codes + row * n,
+        reads + row * n * 2, to_x + row * n * D, to_v + row * n * E, to_key_weight + row * n,
         to_weight + (row * parts + part) * (M * BITS),
         first, tl.minimum(first + span, n), n, support, mean, sigma, weight, head,
-        sums, ones, to_sums, to_ones, to_total,
-        SINGLE, QUERIES, KEYS, TOKENS, VALUES, WEIGHT, MASKED, PIECES, PRECISION, GRAD_PRECISION,
-        D, E, M, BITS, BD, BE, BM, BB, BLOCK,
+        as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count,
+        SINGLE, QUERIES, KEYS, TOKENS, VALUES, WEIGHT, KEY_WEIGHT, MASKED, WEIGHTED,
+        PIECES, PRECISION, GRAD_PRECISION, PLANES, SIZE, HOPPER,
+        D, E, F, M, BITS, BD, BE, BF, BM, BB, BLOCK,
     )  # fmt: skip
 
 
 @launched
 def attend_back(
     grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c,
-    mask, mask_b, mask_n, codes, reads, state, to_x, to_v, to_weight, support, mean, sigma, weight,
+    mask, mask_b, mask_n, key_weight, key_weight_b, key_weight_h, key_weight_n, codes, reads, state, partial,
+    to_x, to_v, to_key_weight, to_weight, support, mean, sigma, weight, scales, ratios, floor,
     n, heads, beta,
-    TOKENS: tl.constexpr, VALUES: tl.constexpr, WEIGHT: tl.constexpr, MASKED: tl.constexpr,
+    TOKENS: tl.constexpr, VALUES: tl.constexpr, WEIGHT: tl.constexpr, KEY_WEIGHT: tl.constexpr,
+    MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program does the whole backward of one head: short sequences in a single launch."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // heads, row % heads
-    sums, ones, total, count = load_state(state + row * ((BITS + 1) * (E + 1)), BITS, E, BB, BE)
+    size = state_size(SIZE, E, F)
+    state += row * size
+    partial += row * size
+    sums, ones, total, count = load_summed(
+        state, state, 1, False, scales, ratios, floor, head, PRECISION, SIZE, E, F, BE, BF
+    )
     grad += batch * grad_b + head * grad_h
     codes += row * n
     reads += row * n * 2
-    to_sums, to_ones, to_total = gather_grad_tiles(
-        grad, grad_n, grad_c, codes, reads, 0, n, n, sums, ones, total, count, beta, PIECES, PRECISION,
-        E, BITS, BE, BB, BLOCK,
+    to_sums, to_ones, to_total, to_count = gather_grad_tiles(
+        grad, grad_n, grad_c, codes, reads, 0, n, n, sums, ones, total, count, beta,
+        WEIGHTED, PIECES, PRECISION, SIZE, HOPPER, E, F, BE, BF, BLOCK, WIDE,
     )  # fmt: skip
+    if SIZE > 0:
+        store_state(partial, to_sums, to_ones, to_total, to_count, SIZE, E, F, BE, BF)
     # What was read goes through memory to the threads that want it.
     tl.debug_barrier()
+    if SIZE == 0:
+        as_query, as_query_ones, as_key, as_key_ones = sums, ones, to_sums, to_ones
+    else:
+        as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count = load_gradients(
+            state, partial, 1, scales, ratios, head, TOKENS, True, PRECISION, SIZE, E, F, BE, BF
+        )
     token_grad_tiles(
         grad, grad_n, grad_c, x + batch * x_b + head * x_h, x_n, x_c,
-        v + batch * v_b + head * v_h, v_n, v_c, mask + batch * mask_b, mask_n, codes,
-        reads, to_x + row * n * D, to_v + row * n * E, to_weight + row * (M * BITS),
+        v + batch * v_b + head * v_h, v_n, v_c, mask + batch * mask_b, mask_n,
+        key_weight + batch * key_weight_b + head * key_weight_h, key_weight_n, codes,
+        reads, to_x + row * n * D, to_v + row * n * E, to_key_weight + row * n, to_weight + row * (M * BITS),
         0, n, n, support, mean, sigma, weight, head,
-        sums, ones, to_sums, to_ones, to_total,
-        False, True, True, TOKENS, VALUES, WEIGHT, MASKED, PIECES, PRECISION, GRAD_PRECISION,
-        D, E, M, BITS, BD, BE, BM, BB, BLOCK,
+        as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count,
+        False, True, True, TOKENS, VALUES, WEIGHT, KEY_WEIGHT, MASKED, WEIGHTED,
+        PIECES, PRECISION, GRAD_PRECISION, PLANES, SIZE, HOPPER,
+        D, E, F, M, BITS, BD, BE, BF, BM, BB, BLOCK,
     )  # fmt: skip

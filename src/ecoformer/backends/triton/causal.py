@@ -1,8 +1,11 @@
 # mypy: ignore-errors
-"""Kernels in causal order, where queries are the keys: blocks of BLOCK tokens and running sums over blocks.
+"""Kernels in causal order: stretches of STRIDE blocks of BLOCK tokens, and running sums over stretches.
 
-Entry c of the running sums is the state before block c. Within a block all pairs are formed: with
-w_ts = h_t . h_s + beta for keys s <= t, token t reads the sum of w_ts v_s plus what it reads from the state.
+Entry c of the running sums is the state before stretch c. Within a block all pairs are formed: with w_ts the
+affinity of t and s for keys s <= t, token t reads the sum of w_ts v_s plus what it reads from the state.
+
+With groups of bits a query's features are mixed as they meet those of keys: w_ts = (f_t T) . f_s. States are
+buckets, their gradients those of tables; both are large, so that a stretch has several blocks.
 """
 
 from __future__ import annotations
@@ -11,185 +14,447 @@ import triton
 import triton.language as tl
 
 from ecoformer.backends.triton.forward import gather_tiles
+from ecoformer.backends.triton.groups import (
+    MIX,
+    SLOPE,
+    WALSH,
+    column_of,
+    features_of,
+    group_values,
+    mixing,
+    tall_product,
+    tall_sums,
+    to_bits,
+)
 from ecoformer.backends.triton.hashing import (
     dot,
     grad_product,
     launched,
-    load_codes,
     load_functions,
     load_keys,
+    load_packed,
     load_tile,
+    load_weights,
+    marks,
+    pack,
     product,
+    project,
     project_back,
+    store_packed,
     store_tile,
     whole_product,
 )
-from ecoformer.backends.triton.state import load_reads, load_state, store_reads, store_state
+from ecoformer.backends.triton.state import (
+    load_reads,
+    load_rows,
+    load_state,
+    state_size,
+    store_reads,
+    store_state,
+)
 
 
 @launched
 def causal_gather(
-    x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n, codes, states,
-    support, mean, sigma, weight, n, heads, blocks,
-    MASKED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+    x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n,
+    key_weight, key_weight_b, key_weight_h, key_weight_n, codes, states,
+    support, mean, sigma, weight, n, heads, stretches,
+    MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a block, and its sums where the running sums expect them: one entry after its own."""
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    block = tl.program_id(0) % blocks
+    """Codes of a stretch, and its sums where the running sums expect them: one entry after its own."""
+    row = (tl.program_id(0) // stretches).to(tl.int64)
+    stretch = tl.program_id(0) % stretches
     batch, head = row // heads, row % heads
-    first = block * BLOCK
+    first = stretch * (STRIDE * BLOCK)
     sums, ones, total, count = gather_tiles(
         x + batch * x_b + head * x_h, x_n, x_c, v + batch * v_b + head * v_h, v_n, v_c,
-        mask + batch * mask_b, mask_n, codes + row * n, first, tl.minimum(first + BLOCK, n), n,
-        support, mean, sigma, weight, head,
-        MASKED, PIECES, PRECISION, D, E, M, BITS, BD, BE, BM, BB, BLOCK,
+        mask + batch * mask_b, mask_n, key_weight + batch * key_weight_b + head * key_weight_h, key_weight_n,
+        codes + row * n, first, tl.minimum(first + STRIDE * BLOCK, n), n, support, mean, sigma, weight, head,
+        MASKED, WEIGHTED, PIECES, PRECISION, PLANES, SIZE, HOPPER,
+        D, E, F, M, BITS, BD, BE, BF, BM, BB, BLOCK, WIDE,
     )  # fmt: skip
-    states += (row * (blocks + 1) + block + 1) * ((BITS + 1) * (E + 1))
-    store_state(states, sums, ones, total, count, BITS, E, BB, BE)
+    states += (row * (stretches + 1) + stretch + 1) * state_size(SIZE, E, F)
+    store_state(states, sums, ones, total, count, SIZE, E, F, BE, BF)
 
 
 @triton.jit
-def pairs(h, keys, beta, BLOCK: tl.constexpr):
+def load_running(base, SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr):
+    """A state: sums of f v^T (BF, BE) and of f (BF,), without groups of v (BE,) and the count too."""
+    if SIZE == 0:
+        sums, ones, total, count = load_state(base, E, F, BE, BF)
+        return sums, ones, total, count
+    else:
+        sums, ones = load_rows(base, E, F, BE, BF)
+        return sums, ones, 0.0, 0.0
+
+
+@triton.jit
+def load_mixing(
+    scales, ratios, head, KIND: tl.constexpr, SIZE: tl.constexpr, F: tl.constexpr, BF: tl.constexpr
+):
+    """A mixing matrix (BF, BF); nothing without groups."""
+    if SIZE == 0:
+        return 0.0
+    else:
+        return tl.reshape(mixing(scales, ratios, head, KIND, SIZE, F, BF, 1, BF), (BF, BF))
+
+
+@triton.jit
+def load_values(
+    v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, start, n,
+    MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
+    E: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Which tokens of a block are keys, their weights (BLOCK,), and values, zero where they are not."""
+    keys = load_keys(mask, mask_n, start, n, MASKED, BLOCK)
+    values = load_tile(v, start, n, v_n, v_c, E, BE, BLOCK)
+    if MASKED:
+        values = tl.where(keys[:, None], values, 0.0)
+    if WEIGHTED:
+        weights = load_weights(key_weight, key_weight_n, start, keys, BLOCK)
+    else:
+        weights = keys.to(tl.float32)
+    return keys, weights, values
+
+
+@triton.jit
+def weighted(values, weights, WEIGHTED: tl.constexpr):
+    """Values as they are summed."""
+    if WEIGHTED:
+        values = values.to(tl.float32) * weights[:, None]
+    return values
+
+
+@triton.jit
+def mixed_features(f, matrix, PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr):
+    """Features as they meet those of keys, in fp32; without groups as they are."""
+    if SIZE == 0:
+        return f
+    else:
+        return product(f, matrix, PIECES, PRECISION)
+
+
+@triton.jit
+def pairs(
+    g, f, keys, beta, PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
     """w_ts of a block (BLOCK, BLOCK), zero where s is no key or comes after t."""
     rows = tl.arange(0, BLOCK)
     seen = (rows[:, None] >= rows[None, :]) & keys[None, :]
-    return tl.where(seen, dot(h, tl.trans(h), "ieee") + beta, 0.0), seen
+    if SIZE == 0:
+        w = dot(g, tl.trans(f), "ieee") + beta
+    else:
+        w = product(g, tl.trans(f), PIECES, PRECISION)
+    return tl.where(seen, w, 0.0), seen
 
 
 @triton.jit
 def causal_tops(
-    h, keys, values, sums, ones, total, count, beta,
-    WHOLE: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    g, f, keys, weights, values, sums, ones, total, count, beta, floor,
+    WHOLE: tl.constexpr, WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+    SIZE: tl.constexpr, BF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Numerators (BLOCK, BE) and one over the denominators of a block; zero for a query that sees no key.
 
-    WHOLE: every w_ts is a whole number of at most 256, thus exact in bf16.
+    Also which denominators are at their floor. WHOLE: every w_ts is a whole number of at most 256, thus exact
+    in bf16.
     """
-    w, _ = pairs(h, keys, beta, BLOCK)
-    seen = count + tl.cumsum(keys.to(tl.float32), axis=0)
-    below = tl.sum(w, axis=1) + tl.sum(h.to(tl.float32) * ones[None, :], axis=1) + beta * count
-    if WHOLE:
+    w, _ = pairs(g, f, keys, beta, PIECES, PRECISION, SIZE, BLOCK)
+    if SIZE > 0:
+        count = tl.sum(tl.where(tl.arange(0, BF) < (1 << SIZE), ones, 0.0), axis=0)
+    seen = count + tl.cumsum(weights, axis=0)
+    if WEIGHTED:
+        below = tl.sum(w * weights[None, :], axis=1)
+    else:
+        below = tl.sum(w, axis=1)
+    below += tl.sum(g.to(tl.float32) * ones[None, :], axis=1)
+    if SIZE == 0:
+        below += beta * count
+    least = floor * seen
+    at_floor = below < least
+    if SIZE > 0:
+        below = tl.maximum(below, least)
+    values = weighted(values, weights, WEIGHTED)
+    if SIZE == 0 and WHOLE:
         within = whole_product(w.to(tl.bfloat16), values, PIECES, PRECISION)
     else:
         within = product(w, values, PIECES, PRECISION)
-    above = within + product(h, sums, PIECES, PRECISION) + (beta * total)[None, :]
-    return above, tl.where(seen == 0, 0.0, 1.0 / tl.where(seen == 0, 1.0, below))
+    above = within + product(g, sums, PIECES, PRECISION)
+    if SIZE == 0:
+        above += (beta * total)[None, :]
+    return above, tl.where(seen == 0, 0.0, 1.0 / tl.where(seen == 0, 1.0, below)), at_floor
+
+
+@triton.jit
+def key_sums(
+    packed, weights, values,
+    WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+    SIZE: tl.constexpr, HOPPER: tl.constexpr, F: tl.constexpr, BF: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A block's share in buckets of values and of weights."""
+    half: tl.constexpr = values.dtype == tl.float16 and not WEIGHTED
+    f = group_values(packed, SIZE, HOPPER, F, BF, half, True)
+    sums = tall_product(f, weighted(values, weights, WEIGHTED), PIECES, PRECISION, WIDE)
+    if not WEIGHTED:
+        weights = weights.to(f.dtype)
+    return sums, column_of(tall_sums(f, weights, 3, PRECISION, WIDE))
 
 
 @launched
 def causal_read(
-    v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n, codes, states, out, out_b, out_h, out_n, out_c,
-    n, heads, blocks, beta,
-    WHOLE: tl.constexpr, MASKED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    E: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+    x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n,
+    key_weight, key_weight_b, key_weight_h, key_weight_n, codes, key_codes, states,
+    out, out_b, out_h, out_n, out_c, support, mean, sigma, weight, scales, ratios, floor,
+    n, heads, stretches, beta,
+    SHARED: tl.constexpr, WHOLE: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
+    PIECES: tl.constexpr, PRECISION: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One program reads for one block."""
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    block = tl.program_id(0) % blocks
+    """One program reads for one stretch; unless SHARED it hashes the queries too."""
+    row = (tl.program_id(0) // stretches).to(tl.int64)
+    stretch = tl.program_id(0) % stretches
     batch, head = row // heads, row % heads
-    first = block * BLOCK
-    size = (BITS + 1) * (E + 1)
-    states += (row * (blocks + 1) + block) * size
-    sums, ones, total, count = load_state(states, BITS, E, BB, BE)
-    _, after, _, _ = load_state(states + size, BITS, E, BB, BE)
-    keys = load_keys(mask + batch * mask_b, mask_n, first, n, MASKED, BLOCK)
-    values = load_tile(v + batch * v_b + head * v_h, first, n, v_n, v_c, E, BE, BLOCK)
-    if MASKED:
-        values = tl.where(keys[:, None], values, 0.0)
-    h = load_codes(codes + row * n, first, n, BITS, BB, BLOCK)
-    above, inverse = causal_tops(
-        h, keys, values, sums, ones, total, count, beta, WHOLE, PIECES, PRECISION, BLOCK
-    )
-    # Packed codes cannot be NaN, but the sum over the block's codes can: it marks the block's tokens.
-    inverse += tl.sum(after, axis=0) * 0.0
-    tile = above * inverse[:, None]
-    store_tile(out + batch * out_b + head * out_h, tile, first, n, out_n, out_c, E, BE, BLOCK)
+    size = state_size(SIZE, E, F)
+    states += (row * (stretches + 1) + stretch) * size
+    sums, ones, total, count = load_running(states, SIZE, E, F, BE, BF)
+    _, after, _, _ = load_running(states + size, SIZE, E, F, BE, BF)
+    # Packed codes cannot be NaN, but the sum over the stretch's codes can: it marks the stretch's tokens.
+    marked = tl.sum(after, axis=0) * 0.0
+    v += batch * v_b + head * v_h
+    mask += batch * mask_b
+    key_weight += batch * key_weight_b + head * key_weight_h
+    out += batch * out_b + head * out_h
+    least = 0.0 if SIZE == 0 else tl.load(floor + head)
+    matrix = load_mixing(scales, ratios, head, MIX, SIZE, F, BF)
+    if not SHARED:
+        samples, lengths, middle, mix, scale = load_functions(
+            support, mean, sigma, weight, head, PLANES, D, M, BITS, BD, BM, BB
+        )
+    first = stretch * (STRIDE * BLOCK)
+    last = first + 1 if STRIDE == 1 else tl.minimum(first + STRIDE * BLOCK, n)
+    for start in range(first, last, BLOCK):
+        keys, weights, values = load_values(
+            v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, start, n, MASKED, WEIGHTED, E, BE, BLOCK
+        )
+        key_packed = load_packed(key_codes + row * n, start, n, BLOCK)
+        f = features_of(key_packed, SIZE, HOPPER, F, BF)
+        if SHARED:
+            f_q = f
+            mark = marked
+        else:
+            tokens = load_tile(x + batch * x_b + head * x_h, start, n, x_n, x_c, D, BD, BLOCK)
+            packed = pack(project(tokens, samples, lengths, middle, mix, scale, PLANES, PRECISION), BITS, BB)
+            store_packed(codes + row * n, packed, start, n, BLOCK)
+            f_q = features_of(packed, SIZE, HOPPER, F, BF)
+            mark = marked + 0.0 * marks(tokens, start + tl.arange(0, BLOCK) < n)
+        above, inverse, _ = causal_tops(
+            mixed_features(f_q, matrix, PIECES, PRECISION, SIZE), f, keys, weights, values,
+            sums, ones, total, count, beta, least, WHOLE, WEIGHTED, PIECES, PRECISION, SIZE, BF, BLOCK,
+        )  # fmt: skip
+        tile = above * (inverse + mark)[:, None]
+        store_tile(out, tile, start, n, out_n, out_c, E, BE, BLOCK)
+        if STRIDE > 1:
+            more, more_ones = key_sums(
+                key_packed, weights, values, WEIGHTED, PIECES, PRECISION, SIZE, HOPPER, F, BF, WIDE
+            )
+            sums += more
+            ones += more_ones
 
 
 @launched
 def causal_gather_grad(
     grad, grad_b, grad_h, grad_n, grad_c, v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n,
-    codes, states, partial, reads, n, heads, blocks, beta,
-    WHOLE: tl.constexpr, MASKED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    E: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+    key_weight, key_weight_b, key_weight_h, key_weight_n, codes, key_codes, states, partial, reads,
+    scales, ratios, floor, n, heads, stretches, beta,
+    SHARED: tl.constexpr, WHOLE: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
+    PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A block's share in the gradient of the states before it; also one over each denominator, and e_t."""
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    block = tl.program_id(0) % blocks
+    """A stretch's share in the gradient of the states before it; also one over each denominator, and e_t."""
+    row = (tl.program_id(0) // stretches).to(tl.int64)
+    stretch = tl.program_id(0) % stretches
     batch, head = row // heads, row % heads
-    first = block * BLOCK
-    size = (BITS + 1) * (E + 1)
-    place = (row * (blocks + 1) + block) * size
-    sums, ones, total, count = load_state(states + place, BITS, E, BB, BE)
-    keys = load_keys(mask + batch * mask_b, mask_n, first, n, MASKED, BLOCK)
-    values = load_tile(v + batch * v_b + head * v_h, first, n, v_n, v_c, E, BE, BLOCK)
-    if MASKED:
-        values = tl.where(keys[:, None], values, 0.0)
-    h = load_codes(codes + row * n, first, n, BITS, BB, BLOCK)
-    above, inverse = causal_tops(
-        h, keys, values, sums, ones, total, count, beta, WHOLE, PIECES, PRECISION, BLOCK
-    )
-    tile = load_tile(grad + batch * grad_b + head * grad_h, first, n, grad_n, grad_c, E, BE, BLOCK)
-    a = tile.to(tl.float32) * inverse[:, None]
-    e = -tl.sum(a * above, axis=1) * inverse
-    store_reads(reads + row * n * 2, inverse, e, first, n, BLOCK)
-    to_ones = tl.sum(h.to(tl.float32) * e[:, None], axis=0)
-    to_sums = product(h, a, PIECES, PRECISION, None, True)
-    store_state(partial + place, to_sums, to_ones, beta * tl.sum(a, axis=0), 0.0, BITS, E, BB, BE)
+    place = (row * (stretches + 1) + stretch) * state_size(SIZE, E, F)
+    sums, ones, total, count = load_running(states + place, SIZE, E, F, BE, BF)
+    grad += batch * grad_b + head * grad_h
+    v += batch * v_b + head * v_h
+    mask += batch * mask_b
+    key_weight += batch * key_weight_b + head * key_weight_h
+    least = 0.0 if SIZE == 0 else tl.load(floor + head)
+    matrix = load_mixing(scales, ratios, head, MIX, SIZE, F, BF)
+    to_sums = tl.zeros((BF, BE), tl.float32)
+    to_ones = tl.zeros((BF,), tl.float32)
+    to_total, to_count = 0.0, 0.0
+    first = stretch * (STRIDE * BLOCK)
+    last = first + 1 if STRIDE == 1 else tl.minimum(first + STRIDE * BLOCK, n)
+    for start in range(first, last, BLOCK):
+        keys, weights, values = load_values(
+            v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, start, n, MASKED, WEIGHTED, E, BE, BLOCK
+        )
+        key_packed = load_packed(key_codes + row * n, start, n, BLOCK)
+        packed = key_packed if SHARED else load_packed(codes + row * n, start, n, BLOCK)
+        f = features_of(key_packed, SIZE, HOPPER, F, BF)
+        f_q = f if SHARED else features_of(packed, SIZE, HOPPER, F, BF)
+        above, inverse, at_floor = causal_tops(
+            mixed_features(f_q, matrix, PIECES, PRECISION, SIZE), f, keys, weights, values,
+            sums, ones, total, count, beta, least, WHOLE, WEIGHTED, PIECES, PRECISION, SIZE, BF, BLOCK,
+        )  # fmt: skip
+        tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
+        a = tile.to(tl.float32) * inverse[:, None]
+        e = -tl.sum(a * above, axis=1) * inverse
+        if SIZE > 0:
+            e = tl.where(at_floor, 0.0, e)
+        store_reads(reads + row * n * 2, inverse, e, start, n, BLOCK)
+        if SIZE == 0:
+            to_ones += tl.sum(f_q.to(tl.float32) * e[:, None], axis=0)
+            to_sums += product(f_q, a, PIECES, PRECISION, None, True)
+            to_total = beta * tl.sum(a, axis=0)
+            to_count = beta * tl.sum(e, axis=0)
+        else:
+            turned = group_values(packed, SIZE, HOPPER, F, BF, False, True)
+            to_sums += tall_product(turned, a, PIECES, PRECISION, WIDE)
+            to_ones += column_of(tall_sums(turned, e, PIECES, PRECISION, WIDE))
+        if STRIDE > 1:
+            more, more_ones = key_sums(
+                key_packed, weights, values, WEIGHTED, PIECES, PRECISION, SIZE, HOPPER, F, BF, WIDE
+            )
+            sums += more
+            ones += more_ones
+    store_state(partial + place, to_sums, to_ones, to_total, to_count, SIZE, E, F, BE, BF)
 
 
 @launched
 def causal_token_grad(
     grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c,
-    mask, mask_b, mask_n, codes, states, partial, reads, to_x, to_v, to_weight,
-    support, mean, sigma, weight, n, heads, blocks, beta,
-    TOKENS: tl.constexpr, VALUES: tl.constexpr, WEIGHT: tl.constexpr, MASKED: tl.constexpr,
+    mask, mask_b, mask_n, key_weight, key_weight_b, key_weight_h, key_weight_n, codes, key_codes,
+    states, partial, reads, to_x, to_v, to_key_weight, to_weight, to_levels,
+    support, mean, sigma, weight, scales, ratios, n, heads, stretches, beta,
+    SHARED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
+    VALUES: tl.constexpr, WEIGHT: tl.constexpr, KEY_WEIGHT: tl.constexpr, LEVELS: tl.constexpr,
+    MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block's tokens and values: from the state before, from tokens after, from itself."""
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    block = tl.program_id(0) % blocks
+    """Gradients of a stretch's tokens (QUERIES, KEYS or both) and of values and weights, last block first.
+
+    They come from the state before a block, from tokens after it, and from the block itself.
+    """
+    row = (tl.program_id(0) // stretches).to(tl.int64)
+    stretch = tl.program_id(0) % stretches
     batch, head = row // heads, row % heads
-    first = block * BLOCK
-    size = (BITS + 1) * (E + 1)
-    place = (row * (blocks + 1) + block) * size
-    to_sums, to_ones, to_total, _ = load_state(partial + place + size, BITS, E, BB, BE)
-    inverse, e = load_reads(reads + row * n * 2, first, n, BLOCK)
-    tile = load_tile(grad + batch * grad_b + head * grad_h, first, n, grad_n, grad_c, E, BE, BLOCK)
-    a = tile.to(tl.float32) * inverse[:, None]
-    keys = load_keys(mask + batch * mask_b, mask_n, first, n, MASKED, BLOCK)
-    h = load_codes(codes + row * n, first, n, BITS, BB, BLOCK)
-    w, seen = pairs(h, keys, beta, BLOCK)
-    if VALUES:
-        to_values = grad_product(tl.trans(w), a, GRAD_PRECISION) + product(h, to_sums, PIECES, PRECISION)
-        to_values = tl.where(keys[:, None], to_values + to_total[None, :], 0.0)
-        store_tile(to_v + row * n * E, to_values, first, n, E, 1, E, BE, BLOCK)
+    size = state_size(SIZE, E, F)
+    place = (row * (stretches + 1) + stretch) * size
+    to_sums, to_ones, to_total, to_count = load_running(partial + place + size, SIZE, E, F, BE, BF)
+    if QUERIES and (TOKENS or LEVELS):
+        # Of several blocks the last one comes first, and the state before it is the one after it without it.
+        sums, ones, _, _ = load_running(states + place + (0 if STRIDE == 1 else size), SIZE, E, F, BE, BF)
+    grad += batch * grad_b + head * grad_h
+    v += batch * v_b + head * v_h
+    mask += batch * mask_b
+    key_weight += batch * key_weight_b + head * key_weight_h
+    matrix = load_mixing(scales, ratios, head, MIX, SIZE, F, BF)
+    walsh = load_mixing(scales, ratios, head, WALSH, SIZE, F, BF)
+    slope = load_mixing(scales, ratios, head, SLOPE, SIZE, F, BF)
     if TOKENS:
-        values = load_tile(v + batch * v_b + head * v_h, first, n, v_n, v_c, E, BE, BLOCK)
-        if MASKED:
-            values = tl.where(keys[:, None], values, 0.0)
-        to_pairs = product(a, tl.trans(values), PIECES, PRECISION) + e[:, None]
-        to_pairs = tl.where(seen, to_pairs, 0.0)
-        as_key = product(values, tl.trans(to_sums), PIECES, PRECISION) + to_ones[None, :]
-        as_key += product(tl.trans(to_pairs), h, PIECES, PRECISION)
-        sums, ones, _, _ = load_state(states + place, BITS, E, BB, BE)
-        to_codes = product(to_pairs, h, PIECES, PRECISION) + e[:, None] * ones[None, :]
-        to_codes += product(tile, tl.trans(sums), PIECES, PRECISION) * inverse[:, None]
-        to_codes += tl.where(keys[:, None], as_key, 0.0)
         samples, lengths, middle, mix, scale = load_functions(
-            support, mean, sigma, weight, head, D, M, BITS, BD, BM, BB
+            support, mean, sigma, weight, head, PLANES, D, M, BITS, BD, BM, BB
         )
-        tokens = load_tile(x + batch * x_b + head * x_h, first, n, x_n, x_c, D, BD, BLOCK)
-        to_tokens, features, to_y = project_back(
-            tokens, to_codes, samples, lengths, middle, mix, scale, PRECISION, GRAD_PRECISION
+    to_mix = tl.zeros((BM, BB), tl.float32)
+    to_scales, to_ratios = tl.zeros((BF,), tl.float32), tl.zeros((BF,), tl.float32)
+    first = stretch * (STRIDE * BLOCK)
+    blocks = 1 if STRIDE == 1 else tl.cdiv(tl.minimum(STRIDE * BLOCK, n - first), BLOCK)
+    for block in range(0, blocks):
+        start = first + (blocks - 1 - block) * BLOCK
+        inverse, e = load_reads(reads + row * n * 2, start, n, BLOCK)
+        tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
+        a = tile.to(tl.float32) * inverse[:, None]
+        keys, weights, values = load_values(
+            v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, start, n, MASKED, WEIGHTED, E, BE, BLOCK
         )
-        store_tile(to_x + row * n * D, to_tokens, first, n, D, 1, D, BD, BLOCK)
-        if WEIGHT:
-            to_mix = dot(features, to_y, PRECISION, None, True)
-            sample, bit = tl.arange(0, BM)[:, None], tl.arange(0, BB)[None, :]
-            to_weight += (row * blocks + block) * (M * BITS)
-            tl.store(to_weight + sample * BITS + bit, to_mix, mask=(sample < M) & (bit < BITS))
+        key_packed = load_packed(key_codes + row * n, start, n, BLOCK)
+        packed = key_packed if SHARED else load_packed(codes + row * n, start, n, BLOCK)
+        f = features_of(key_packed, SIZE, HOPPER, F, BF)
+        f_q = f if SHARED else features_of(packed, SIZE, HOPPER, F, BF)
+        g_q = mixed_features(f_q, matrix, PIECES, PRECISION, SIZE)
+        w, seen = pairs(g_q, f, keys, beta, PIECES, PRECISION, SIZE, BLOCK)
+        if TOKENS or KEY_WEIGHT or LEVELS:
+            to_pairs = product(a, tl.trans(values), PIECES, PRECISION) + e[:, None]
+            to_pairs = tl.where(seen, to_pairs, 0.0)
+        if KEYS and (VALUES or KEY_WEIGHT):
+            g = g_q if SHARED else mixed_features(f, matrix, PIECES, PRECISION, SIZE)
+            later = product(g, to_sums, PIECES, PRECISION)
+            if SIZE == 0:
+                later += to_total[None, :]
+            if KEY_WEIGHT:
+                to_weights = tl.sum(to_pairs * w, axis=0) + tl.sum(later * values.to(tl.float32), axis=1)
+                to_weights += tl.sum(g.to(tl.float32) * to_ones[None, :], axis=1) + to_count
+                rows = start + tl.arange(0, BLOCK)
+                places = to_key_weight + row * n + rows
+                to_weights = tl.where(keys, to_weights, 0.0)
+                tl.store(places, to_weights.to(to_key_weight.dtype.element_ty), mask=rows < n)
+            if VALUES:
+                to_values = grad_product(tl.trans(w), a, GRAD_PRECISION) + later
+                if WEIGHTED:
+                    to_values *= weights[:, None]
+                to_values = tl.where(keys[:, None], to_values, 0.0)
+                store_tile(to_v + row * n * E, to_values, start, n, E, 1, E, BE, BLOCK)
+        to_features = tl.zeros((BLOCK, BF), tl.float32)
+        if KEYS and TOKENS:
+            to_features = product(values, tl.trans(to_sums), PIECES, PRECISION) + to_ones[None, :]
+            to_features += product(tl.trans(to_pairs), f_q, PIECES, PRECISION)
+            if WEIGHTED:
+                to_features *= weights[:, None]
+            to_features = tl.where(keys[:, None], to_features, 0.0)
+        if QUERIES and (TOKENS or LEVELS):
+            if STRIDE > 1:
+                more, more_ones = key_sums(
+                    key_packed, weights, values, WEIGHTED, PIECES, PRECISION, SIZE, HOPPER, F, BF, WIDE
+                )
+                sums -= more
+                ones -= more_ones
+            if WEIGHTED:
+                to_pairs *= weights[None, :]
+            as_query = product(to_pairs, f, PIECES, PRECISION) + e[:, None] * ones[None, :]
+            as_query += product(tile, tl.trans(sums), PIECES, PRECISION) * inverse[:, None]
+            to_features += as_query
+            if LEVELS:
+                to_scales += tl.sum(as_query * g_q, axis=0)
+                to_ratios += tl.sum(as_query * product(f_q, slope, PIECES, PRECISION), axis=0)
+        if TOKENS:
+            if SIZE == 0:
+                to_codes = to_features
+            else:
+                to_features = dot(to_features, tl.trans(walsh), PRECISION)
+                own = packed if QUERIES else key_packed
+                to_codes = to_bits(to_features, own, PIECES, PRECISION, SIZE, F, BF, BITS, BB)
+            tokens = load_tile(x + batch * x_b + head * x_h, start, n, x_n, x_c, D, BD, BLOCK)
+            to_tokens, features, to_y = project_back(
+                tokens, to_codes, samples, lengths, middle, mix, scale, PLANES, PRECISION, GRAD_PRECISION
+            )
+            store_tile(to_x + row * n * D, to_tokens, start, n, D, 1, D, BD, BLOCK)
+            if WEIGHT:
+                to_mix += dot(features, to_y, PRECISION, None, True)
+        if STRIDE > 1 and KEYS:
+            turned = group_values(packed, SIZE, HOPPER, F, BF, False, True)
+            to_sums += tall_product(turned, a, PIECES, PRECISION, WIDE)
+            to_ones += column_of(tall_sums(turned, e, PIECES, PRECISION, WIDE))
+    if WEIGHT:
+        sample, bit = tl.arange(0, BM)[:, None], tl.arange(0, BB)[None, :]
+        to_weight += (row * stretches + stretch) * (M * BITS)
+        tl.store(to_weight + sample * BITS + bit, to_mix, mask=(sample < M) & (bit < BITS))
+    if LEVELS:
+        feature = tl.arange(0, BF)
+        to_levels += (row * stretches + stretch) * (2 * F)
+        tl.store(to_levels + feature, to_scales, mask=feature < F)
+        tl.store(to_levels + F + feature, to_ratios, mask=feature < F)

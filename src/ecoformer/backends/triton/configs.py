@@ -8,7 +8,6 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ecoformer.backends.triton import plans
 
@@ -41,6 +40,8 @@ class Config(NamedTuple):
     """Depth of the loads' pipeline."""
     per_sm: int
     """Programs for each multiprocessor; 0 lets one program do a whole head, in one launch for both passes."""
+    stride: int = 1
+    """In causal order, blocks of a stretch: there is one state for each stretch."""
 
 
 def has_async_products(config: Config) -> bool:
@@ -53,7 +54,7 @@ def has_async_products(config: Config) -> bool:
 
 
 class Sizes(NamedTuple):
-    """What a choice hangs on."""
+    """What a choice depends on."""
 
     rows: int
     """Heads of all samples."""
@@ -63,11 +64,13 @@ class Sizes(NamedTuple):
     support: int
     bits: int
     dtype: torch.dtype
+    features: int = 0
+    """Rows of a state of groups of bits; 0 for the paper's affinity."""
 
     @property
     def bulk(self) -> int:
         """Bytes that a token takes on the chip, roughly: anything but bf16 is widened there."""
-        widths = (self.dim, self.value_dim, self.support, self.bits)
+        widths = (self.dim, self.value_dim, self.support, self.features or self.bits)
         return sum(map(padded, widths)) * (2 if self.dtype == torch.bfloat16 else 4)
 
 
@@ -124,7 +127,12 @@ def default(step: Step, sizes: Sizes) -> Config:
 
 
 def causal_config(sizes: Sizes) -> Config:
-    """For kernels in causal order. Not measured: the block decides the shape of what the backward gets."""
+    """For kernels in causal order; block and stride decide the shape of what the backward gets.
+
+    A state of groups is four times as large as one of bits, and has a stretch four times as long.
+    """
+    if sizes.features:
+        return Config(32, 4, 1, 0, 8) if sizes.bulk <= HEAVY else Config(16, 8, 1, 0, 16)
     if sizes.bulk <= LIGHT:
         return Config(64, 2, 1, 0)
     return Config(32, 4, 1, 0) if sizes.bulk <= HEAVY else Config(16, 8, 1, 0)
@@ -148,10 +156,3 @@ def trial(**configs: Config) -> Iterator[None]:
         _trials.clear()
         _trials.update(before)
         plans.forget()
-
-
-def sizes_of(
-    x: Tensor | plans.Place, v: Tensor | plans.Place, support: Tensor | plans.Place, bits: int
-) -> Sizes:
-    """Sizes of tokens (B, H, N, D) with values (B, H, ., E)."""
-    return Sizes(x.shape[0] * x.shape[1], x.shape[2], x.shape[3], v.shape[3], support.shape[1], bits, v.dtype)

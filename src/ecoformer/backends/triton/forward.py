@@ -6,92 +6,167 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ecoformer.backends.triton.groups import (
+    column_of,
+    features_of,
+    group_values,
+    load_table,
+    store_buckets,
+    tall_product,
+    tall_sums,
+)
 from ecoformer.backends.triton.hashing import (
+    NARROWEST,
     launched,
     load_functions,
     load_keys,
     load_packed,
     load_tile,
+    load_weights,
     marks,
+    pack,
     product,
     project,
     reciprocal,
     row_sums,
     signs_of,
-    store_codes,
+    store_packed,
     store_tile,
-    unpack,
     whole_product,
 )
-from ecoformer.backends.triton.state import load_parts, store_state
+from ecoformer.backends.triton.state import load_parts, state_size, store_state
 
 
 @triton.jit
 def gather_tiles(
-    x, x_n, x_c, v, v_n, v_c, mask, mask_n, codes, first, last, n, support, mean, sigma, weight, head,
-    MASKED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+    x, x_n, x_c, v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, codes, first, last, n,
+    support, mean, sigma, weight, head,
+    MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Hash tokens first ... last of a head, store their codes, return the sums of the keys among them."""
     samples, lengths, middle, mix, scale = load_functions(
-        support, mean, sigma, weight, head, D, M, BITS, BD, BM, BB
+        support, mean, sigma, weight, head, PLANES, D, M, BITS, BD, BM, BB
     )
     # Sums over tokens stay apart, tile position by tile position, until the end; those of values are taken
     # by tensor cores, sixteen times over.
-    sums = tl.zeros((BB, BE), tl.float32)
-    ones = tl.zeros((BLOCK, BB), tl.float32)
-    totals = tl.zeros((16, BE), tl.float32)
-    counts = tl.zeros((BLOCK,), tl.float32)
-    every = tl.full((BLOCK, 16), 1.0, tl.float32).to(tl.bfloat16)
+    sums = tl.zeros((BF, BE), tl.float32)
+    if SIZE == 0:
+        ones = tl.zeros((BLOCK, BB), tl.float32)
+        totals = tl.zeros((16, BE), tl.float32)
+        counts = tl.zeros((BLOCK,), tl.float32)
+        every = tl.full((BLOCK, 16), 1.0, tl.float32).to(tl.bfloat16)
+    else:
+        ones = tl.zeros((BF, NARROWEST), tl.float32)
     for start in range(first, last, BLOCK):
         keys = load_keys(mask, mask_n, start, n, MASKED, BLOCK)
         tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
         values = load_tile(v, start, n, v_n, v_c, E, BE, BLOCK)
         if MASKED:
             values = tl.where(keys[:, None], values, 0.0)
-        y = project(tokens, samples, lengths, middle, mix, scale, PRECISION)
-        store_codes(codes, y, start, n, BITS, BB, BLOCK)
-        h = signs_of(y, BITS, BB)
-        sums += whole_product(h.to(tl.bfloat16), values, PIECES, PRECISION, True)
-        totals += whole_product(every, values, PIECES, PRECISION, True)
+        if WEIGHTED:
+            weights = load_weights(key_weight, key_weight_n, start, keys, BLOCK)
+            values = values.to(tl.float32) * weights[:, None]
+        y = project(tokens, samples, lengths, middle, mix, scale, PLANES, PRECISION)
+        packed = pack(y, BITS, BB)
+        store_packed(codes, packed, start, n, BLOCK)
         mark = marks(tokens, keys)
-        ones += h * mark[:, None]
-        counts += mark
-    return sums, tl.sum(ones, axis=0), tl.sum(totals, axis=0) * 0.0625, tl.sum(counts, axis=0)
+        if WEIGHTED:
+            mark *= weights
+        if SIZE == 0:
+            h = signs_of(y, BITS, BB)
+            sums += whole_product(h.to(tl.bfloat16), values, PIECES, PRECISION, True)
+            totals += whole_product(every, values, PIECES, PRECISION, True)
+            ones += h * mark[:, None]
+            counts += mark
+        else:
+            half: tl.constexpr = values.dtype == tl.float16
+            f = group_values(packed, SIZE, HOPPER, F, BF, half, True)
+            sums += tall_product(f, values, PIECES, PRECISION, WIDE)
+            if not WEIGHTED:
+                mark = mark.to(f.dtype)
+            ones += tall_sums(f, mark, 3, PRECISION, WIDE)
+    if SIZE == 0:
+        return sums, tl.sum(ones, axis=0), tl.sum(totals, axis=0) * 0.0625, tl.sum(counts, axis=0)
+    else:
+        return sums, column_of(ones), 0.0, 0.0
 
 
 @triton.jit
-def read_tile(h, sums, ones, total, count, beta, PIECES: tl.constexpr, PRECISION: tl.constexpr):
-    """What codes (BLOCK, BB) read from a state."""
-    below = row_sums(h, ones, 3, PRECISION) + beta * count
-    above = tl.broadcast_to((beta * total)[None, :], (h.shape[0], total.shape[0]))
-    above = product(h, sums, PIECES, PRECISION, above)
+def load_summed(
+    partial, state, parts, keep, scales, ratios, floor, head, PRECISION: tl.constexpr,
+    SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """What queries read, added up over `parts`; kept in `state` where `keep`."""
+    if SIZE == 0:
+        sums, ones, total, count = load_parts(partial, parts, E, F, BE, BF)
+        if keep:
+            store_state(state, sums, ones, total, count, SIZE, E, F, BE, BF)
+        return sums, ones, total, count
+    else:
+        table, below, least, count, buckets, weights = load_table(
+            partial, parts, scales, ratios, floor, head, PRECISION, SIZE, E, F, BE, BF
+        )
+        if keep:
+            store_buckets(state, buckets, weights, E, F, BE)
+        return table, below, least, count
+
+
+@triton.jit
+def denominators(
+    f, ones, total, count, beta, PRECISION: tl.constexpr, SIZE: tl.constexpr
+):
+    """Denominators of features (BLOCK, BF); `total` is the smallest that there may be, with groups of bits."""
+    below = row_sums(f, ones, 3, PRECISION)
+    if SIZE == 0:
+        below += beta * count
+    else:
+        below = tl.maximum(below, total)
+    return below
+
+
+@triton.jit
+def read_tile(
+    f, sums, ones, total, count, beta, PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr
+):
+    """What features (BLOCK, BF) read from a state or a table."""
+    below = denominators(f, ones, total, count, beta, PRECISION, SIZE)
+    if SIZE == 0:
+        above = tl.broadcast_to((beta * total)[None, :], (f.shape[0], total.shape[0]))
+        above = product(f, sums, PIECES, PRECISION, above)
+    else:
+        above = product(f, sums, PIECES, PRECISION)
     return above * reciprocal(tl.where(count == 0, 1.0, below))[:, None]
 
 
 @triton.jit
 def read_tiles(
     codes, out, out_n, out_c, first, last, n, sums, ones, total, count, beta,
-    PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    E: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+    PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Queries first ... last of a head read the state by their stored codes."""
     packed = load_packed(codes, first, n, BLOCK)
     for start in range(first, last, BLOCK):
-        h = unpack(packed, BITS, BB)
+        f = features_of(packed, SIZE, HOPPER, F, BF)
         packed = load_packed(codes, start + BLOCK, n, BLOCK)
-        tile = read_tile(h, sums, ones, total, count, beta, PIECES, PRECISION)
+        tile = read_tile(f, sums, ones, total, count, beta, PIECES, PRECISION, SIZE)
         store_tile(out, tile, start, n, out_n, out_c, E, BE, BLOCK)
 
 
 @launched
 def gather(
-    x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n, codes, partial,
+    x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n,
+    key_weight, key_weight_b, key_weight_h, key_weight_n, codes, partial,
     support, mean, sigma, weight, n, heads, parts, span,
-    MASKED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program sums one of `parts` stretches of `span` tokens of a head."""
     row = (tl.program_id(0) // parts).to(tl.int64)
@@ -100,88 +175,108 @@ def gather(
     first = part * span
     sums, ones, total, count = gather_tiles(
         x + batch * x_b + head * x_h, x_n, x_c, v + batch * v_b + head * v_h, v_n, v_c,
-        mask + batch * mask_b, mask_n, codes + row * n, first, tl.minimum(first + span, n), n,
-        support, mean, sigma, weight, head,
-        MASKED, PIECES, PRECISION, D, E, M, BITS, BD, BE, BM, BB, BLOCK,
+        mask + batch * mask_b, mask_n, key_weight + batch * key_weight_b + head * key_weight_h, key_weight_n,
+        codes + row * n, first, tl.minimum(first + span, n), n, support, mean, sigma, weight, head,
+        MASKED, WEIGHTED, PIECES, PRECISION, PLANES, SIZE, HOPPER,
+        D, E, F, M, BITS, BD, BE, BF, BM, BB, BLOCK, WIDE,
     )  # fmt: skip
-    partial += (row * parts + part) * ((BITS + 1) * (E + 1))
-    store_state(partial, sums, ones, total, count, BITS, E, BB, BE)
+    partial += (row * parts + part) * state_size(SIZE, E, F)
+    store_state(partial, sums, ones, total, count, SIZE, E, F, BE, BF)
 
 
 @launched
 def read(
-    codes, partial, state, out, out_b, out_h, out_n, out_c, n, heads, state_parts, parts, span, beta,
-    PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    E: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+    codes, partial, state, out, out_b, out_h, out_n, out_c, scales, ratios, floor,
+    n, heads, state_parts, parts, span, beta,
+    PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program adds up its head's state and reads it for a stretch of tokens; the first one keeps it."""
     row = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     batch, head = row // heads, row % heads
-    size = (BITS + 1) * (E + 1)
-    sums, ones, total, count = load_parts(partial + row * state_parts * size, state_parts, BITS, E, BB, BE)
-    if (part == 0) & (state_parts > 1):
-        store_state(state + row * size, sums, ones, total, count, BITS, E, BB, BE)
+    size = state_size(SIZE, E, F)
+    sums, ones, total, count = load_summed(
+        partial + row * state_parts * size, state + row * size, state_parts, (part == 0) & (state_parts > 1),
+        scales, ratios, floor, head, PRECISION, SIZE, E, F, BE, BF,
+    )  # fmt: skip
     first = part * span
     read_tiles(
         codes + row * n, out + batch * out_b + head * out_h, out_n, out_c, first,
-        tl.minimum(first + span, n), n, sums, ones, total, count, beta, PIECES, PRECISION,
-        E, BITS, BE, BB, BLOCK,
+        tl.minimum(first + span, n), n, sums, ones, total, count, beta, PIECES, PRECISION, SIZE, HOPPER,
+        E, F, BE, BF, BLOCK,
     )  # fmt: skip
 
 
 @launched
 def hash_and_read(
     x, x_b, x_h, x_n, x_c, codes, partial, state, out, out_b, out_h, out_n, out_c,
-    support, mean, sigma, weight, n, heads, state_parts, parts, span, beta,
+    support, mean, sigma, weight, scales, ratios, floor, n, heads, state_parts, parts, span, beta,
     PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`read` for queries that are no keys and have no codes yet."""
+    """`read` for queries whose codes are not those of keys, and do not exist yet."""
     row = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     batch, head = row // heads, row % heads
-    size = (BITS + 1) * (E + 1)
-    sums, ones, total, count = load_parts(partial + row * state_parts * size, state_parts, BITS, E, BB, BE)
-    if (part == 0) & (state_parts > 1):
-        store_state(state + row * size, sums, ones, total, count, BITS, E, BB, BE)
+    size = state_size(SIZE, E, F)
+    sums, ones, total, count = load_summed(
+        partial + row * state_parts * size, state + row * size, state_parts, (part == 0) & (state_parts > 1),
+        scales, ratios, floor, head, PRECISION, SIZE, E, F, BE, BF,
+    )  # fmt: skip
     samples, lengths, middle, mix, scale = load_functions(
-        support, mean, sigma, weight, head, D, M, BITS, BD, BM, BB
+        support, mean, sigma, weight, head, PLANES, D, M, BITS, BD, BM, BB
     )
     x += batch * x_b + head * x_h
     out += batch * out_b + head * out_h
     first = part * span
     for start in range(first, tl.minimum(first + span, n), BLOCK):
         tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
-        y = project(tokens, samples, lengths, middle, mix, scale, PRECISION)
-        store_codes(codes + row * n, y, start, n, BITS, BB, BLOCK)
-        h = signs_of(y, BITS, BB).to(tl.bfloat16)
-        tile = read_tile(h, sums, ones, total, count, beta, PIECES, PRECISION)
+        y = project(tokens, samples, lengths, middle, mix, scale, PLANES, PRECISION)
+        packed = pack(y, BITS, BB)
+        store_packed(codes + row * n, packed, start, n, BLOCK)
+        if SIZE == 0:
+            f = signs_of(y, BITS, BB).to(tl.bfloat16)
+        else:
+            f = group_values(packed, SIZE, HOPPER, F, BF)
+        tile = read_tile(f, sums, ones, total, count, beta, PIECES, PRECISION, SIZE)
         tile *= marks(tokens, start + tl.arange(0, BLOCK) < n)[:, None]
         store_tile(out, tile, start, n, out_n, out_c, E, BE, BLOCK)
 
 
 @launched
 def attend(
-    x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n, codes, state,
-    out, out_b, out_h, out_n, out_c, support, mean, sigma, weight, n, heads, beta,
-    MASKED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+    x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n,
+    key_weight, key_weight_b, key_weight_h, key_weight_n, codes, state,
+    out, out_b, out_h, out_n, out_c, support, mean, sigma, weight, scales, ratios, floor, n, heads, beta,
+    MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program does one head from tokens to output: short sequences in a single launch."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // heads, row % heads
     sums, ones, total, count = gather_tiles(
         x + batch * x_b + head * x_h, x_n, x_c, v + batch * v_b + head * v_h, v_n, v_c,
-        mask + batch * mask_b, mask_n, codes + row * n, 0, n, n, support, mean, sigma, weight, head,
-        MASKED, PIECES, PRECISION, D, E, M, BITS, BD, BE, BM, BB, BLOCK,
+        mask + batch * mask_b, mask_n, key_weight + batch * key_weight_b + head * key_weight_h, key_weight_n,
+        codes + row * n, 0, n, n, support, mean, sigma, weight, head,
+        MASKED, WEIGHTED, PIECES, PRECISION, PLANES, SIZE, HOPPER,
+        D, E, F, M, BITS, BD, BE, BF, BM, BB, BLOCK, WIDE,
     )  # fmt: skip
-    store_state(state + row * ((BITS + 1) * (E + 1)), sums, ones, total, count, BITS, E, BB, BE)
-    # Codes go through memory to the threads that read them.
+    state += row * state_size(SIZE, E, F)
+    store_state(state, sums, ones, total, count, SIZE, E, F, BE, BF)
+    # Codes and buckets go through memory to the threads that read them.
     tl.debug_barrier()
+    if SIZE > 0:
+        sums, ones, total, count = load_summed(
+            state, state, 1, False, scales, ratios, floor, head, PRECISION, SIZE, E, F, BE, BF
+        )
     read_tiles(
         codes + row * n, out + batch * out_b + head * out_h, out_n, out_c, 0, n, n,
-        sums, ones, total, count, beta, PIECES, PRECISION, E, BITS, BE, BB, BLOCK,
+        sums, ones, total, count, beta, PIECES, PRECISION, SIZE, HOPPER, E, F, BE, BF, BLOCK,
     )  # fmt: skip

@@ -4,7 +4,8 @@
 Functions under `triton.jit` are not Python to a type checker, so this file is not checked.
 
 Names of compile-time sizes: D channels of a token, E channels of a value, M support samples, BITS bits of a
-code; BD, BE, BM, BB are the same rounded up to powers of two of at least 16; BLOCK tokens of a tile.
+code, F features of a code (`groups.py`); BD, BE, BM, BB, BF are the same rounded up to powers of two of at
+least 16; BLOCK tokens of a tile. PLANES: hash functions are hyperplanes, and M is D.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 NARROWEST = tl.constexpr(8 if VERSION >= (3, 5) else 16)
 """Columns that a product must have."""
 LOG2E = tl.constexpr(1.4426950408889634)
-COUNTS = ("heads", "parts", "state_parts", "grad_parts", "blocks", "steps")
+COUNTS = ("heads", "parts", "state_parts", "grad_parts", "stretches", "steps")
 launched = partial(triton.jit, do_not_specialize=COUNTS)
 """What is launched. Triton would compile anew for a count that is one or that 16 divides: for a sequence that
 is cut into fewer parts than the last one, seconds for nothing."""
@@ -214,6 +215,12 @@ def load_keys(mask_base, stride_mask, start, n, MASKED: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
+def load_weights(base, stride, start, keys, BLOCK: tl.constexpr):
+    """Weights of a tile's keys (BLOCK,), zero for other tokens."""
+    return tl.load(base + far(start) * stride + tl.arange(0, BLOCK) * stride, mask=keys, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def pack(y, BITS: tl.constexpr, BB: tl.constexpr):
     """The signs of y (BLOCK, BB) as one integer a token; bits beyond BITS are zero."""
     bits = tl.arange(0, BB)
@@ -247,16 +254,10 @@ def load_packed(base, start, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_codes(base, start, n, BITS: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr):
-    """Codes of a tile as ±1 in bf16."""
-    return unpack(load_packed(base, start, n, BLOCK), BITS, BB)
-
-
-@triton.jit
-def store_codes(base, y, start, n, BITS: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr):
-    """Pack and store the codes of a tile."""
+def store_packed(base, packed, start, n, BLOCK: tl.constexpr):
+    """The inverse of `load_packed`."""
     rows = start + tl.arange(0, BLOCK)
-    tl.store(base + rows, pack(y, BITS, BB).to(base.dtype.element_ty), mask=rows < n)
+    tl.store(base + rows, packed.to(base.dtype.element_ty), mask=rows < n)
 
 
 @triton.jit
@@ -277,31 +278,28 @@ def marks(tokens, keys):
 
 @triton.jit
 def load_functions(
-    support,
-    mean,
-    sigma,
-    weight,
-    head,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    BITS: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BB: tl.constexpr,
-):
+    support, mean, sigma, weight, head,
+    PLANES: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
+    BD: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
     """A head's support (BD, BM), its squared lengths, mean, weight (BM, BB), and -log2(e) / (2 sigma).
 
-    Weights beyond M are zero, so that what the kernel gives there does not count.
+    Weights beyond M are zero, so that what the kernel gives there does not count. PLANES have a weight only,
+    and M is D.
     """
     channel, sample, bit = tl.arange(0, BD), tl.arange(0, BM), tl.arange(0, BB)
     exists = sample < M
-    places = support + head * M * D + sample[None, :] * D + channel[:, None]
-    samples = tl.load(places, mask=exists[None, :] & (channel < D)[:, None], other=0.0)
-    middle = tl.load(mean + head * M + sample, mask=exists, other=0.0)
     places = weight + head * M * BITS + sample[:, None] * BITS + bit[None, :]
     mix = tl.load(places, mask=exists[:, None] & (bit < BITS)[None, :], other=0.0)
-    scale = -0.5 * LOG2E / tl.load(sigma + head)
-    return samples, tl.sum(samples * samples, axis=0), middle, mix, scale
+    if PLANES:
+        samples, lengths, middle, scale = mix, 0.0, 0.0, 0.0
+    else:
+        places = support + head * M * D + sample[None, :] * D + channel[:, None]
+        samples = tl.load(places, mask=exists[None, :] & (channel < D)[:, None], other=0.0)
+        middle = tl.load(mean + head * M + sample, mask=exists, other=0.0)
+        lengths = tl.sum(samples * samples, axis=0)
+        scale = -0.5 * LOG2E / tl.load(sigma + head)
+    return samples, lengths, middle, mix, scale
 
 
 @triton.jit
@@ -322,29 +320,48 @@ def kernel_of(x, samples, lengths, scale, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def project(x, samples, lengths, middle, mix, scale, PRECISION: tl.constexpr):
+def unit_tokens(x):
+    """Tokens of length one in fp32, and one over their lengths."""
+    wide = x.to(tl.float32)
+    square = tl.sum(wide * wide, axis=1)
+    inverse = tl.rsqrt(tl.where(square == 0, 1.0, square))
+    return wide * inverse[:, None], inverse
+
+
+@triton.jit
+def project(x, samples, lengths, middle, mix, scale, PLANES: tl.constexpr, PRECISION: tl.constexpr):
     """Real numbers (BLOCK, BB) whose signs are the codes, in units of the largest weight."""
-    kernel, _ = kernel_of(x, samples, lengths, scale, PRECISION)
-    y, _ = weigh(kernel - middle[None, :], mix)
+    if PLANES:
+        features, _ = unit_tokens(x)
+    else:
+        kernel, _ = kernel_of(x, samples, lengths, scale, PRECISION)
+        features = kernel - middle[None, :]
+    y, _ = weigh(features, mix)
     return y
 
 
 @triton.jit
 def project_back(
-    x, to_codes, samples, lengths, middle, mix, scale, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr
-):
+    x, to_codes, samples, lengths, middle, mix, scale,
+    PLANES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
+):  # fmt: skip
     """Gradient of tokens from that of their codes; also the features and the gradient of the projection.
 
     The gradient passes the sign where the projection is at most one. The part of it that lies along the
     token is lost, as its length does not count; so the derivative of |x|^2 in the distance needs no care.
     """
-    kernel, inverse = kernel_of(x, samples, lengths, scale, PRECISION)
-    features = kernel - middle[None, :]
+    if PLANES:
+        features, inverse = unit_tokens(x)
+    else:
+        kernel, inverse = kernel_of(x, samples, lengths, scale, PRECISION)
+        features = kernel - middle[None, :]
     y, largest = weigh(features, mix)
     to_y = tl.where(tl.abs(y) * largest <= 1.0, to_codes, 0.0)
-    to_kernel = grad_product(to_y, tl.trans(mix), GRAD_PRECISION)
-    to_unit = grad_product(to_kernel * kernel, tl.trans(samples), GRAD_PRECISION)
+    to_unit = grad_product(to_y, tl.trans(mix), GRAD_PRECISION)
+    pull = inverse
+    if not PLANES:
+        to_unit = grad_product(to_unit * kernel, tl.trans(samples), GRAD_PRECISION)
+        pull *= -2.0 / LOG2E * scale
     wide = x.to(tl.float32)
     along = tl.sum(wide * to_unit, axis=1) * inverse * inverse
-    pull = inverse * (-2.0 / LOG2E * scale)
     return (to_unit - wide * along[:, None]) * pull[:, None], features, to_y

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from ecoformer.backends.fused import FusedCall, HashFunctions, empty_out
+from ecoformer.backends.fused import FusedCall, Functions, empty_out
 from ecoformer.backends.triton import causal, plans
 from ecoformer.backends.triton import forward as ahead
 from ecoformer.backends.triton import state as states
@@ -18,17 +18,19 @@ from ecoformer.backends.triton.configs import (
     Config,
     Sizes,
     Step,
+    capability,
     causal_config,
     choose,
     padded,
     reduce,
-    sizes_of,
 )
 from ecoformer.backends.triton.plans import Place, Plan, Shrink, Tensors, form
 
 HASH_PRECISION = "tf32x3"
-"""How fp32 matrices are multiplied where codes hang on it: "tf32x3" (three products on tensor cores, about 22
+"""How fp32 matrices are multiplied where codes depend on it: "tf32x3" (three products on tensor cores, about 22
 bits) or "ieee" (plain fp32 arithmetic)."""
+TENSORS = 16
+"""Of `FusedCall.flat`."""
 _CHEAP_TO_ADD = 16 << 20
 """Bytes of partial states that readers may load to add them up themselves: about the time of a launch."""
 
@@ -54,25 +56,43 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
-def _constants(samples: int, dim: int, channels: int, bits: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Sizes that kernels are compiled for: of those that read, and of those that hash too."""
-    reading = {"E": channels, "BITS": bits, "BE": padded(channels), "BB": padded(bits)}
-    return reading, {"D": dim, "M": samples, "BD": padded(dim), "BM": padded(samples), **reading}
-
-
 def tensors_of(call: FusedCall) -> list[Tensor | None]:
-    """The eight tensors of a call, hash functions contiguous."""
-    if not isinstance(call.functions, HashFunctions):
-        raise TypeError("the Triton kernels take kernelised hash functions only")
-    return [call.q, call.k, call.v, call.mask, *(x.contiguous() for x in call.functions)]
+    """All tensors of a call, those of hash functions and affinity contiguous."""
+    tensors = call.flat()[:TENSORS]
+    return [*tensors[:5], *(None if x is None else x.contiguous() for x in tensors[5:])]
 
 
 def key_of(call: FusedCall) -> Hashable:
-    """All that the launches of a call hang on, but the addresses of its tensors."""
-    functions, constant = call.functions, call.constant
-    tokens = (form(call.q), form(call.k), form(call.v), form(call.mask))
-    shapes = functions[0].shape, functions.weight.shape
-    return call.v.device, tokens, shapes, constant, call.causal, HASH_PRECISION
+    """All that the launches of a call depend on, but the addresses of its tensors."""
+    tokens = tuple([form(x) for x in (call.q, call.k, call.v, call.mask, call.key_weight)])
+    shapes = _shapes(call.functions), _shapes(call.key_functions), call.groups, call.scale is None
+    return call.v.device, tokens, shapes, call.constant, call.causal, HASH_PRECISION
+
+
+def _shapes(functions: Functions | None) -> Hashable:
+    return None if functions is None else (len(functions), functions[0].shape, functions.weight.shape)
+
+
+class Hashing(NamedTuple):
+    """Hash functions in a plan."""
+
+    tensors: list[Place]
+    """Support, mean, sigma and weight. A kernel for hyperplanes looks at the last one only."""
+    constants: dict[str, int]
+    """Sizes that kernels are compiled for."""
+
+    @classmethod
+    def of(cls, places: list[Place | None]) -> Hashing | None:
+        """Of four places; None where there are none."""
+        weight = places[3]
+        if weight is None:
+            return None
+        _, samples, bits = weight.shape
+        support = places[0]
+        dim = samples if support is None else support.shape[2]
+        sizes = {"D": dim, "M": samples, "BITS": bits}
+        wide = {"BD": padded(dim), "BM": padded(samples), "BB": padded(bits)}
+        return cls([x or weight for x in places], {"PLANES": support is None, **sizes, **wide})
 
 
 class Launches(Plan):
@@ -80,28 +100,43 @@ class Launches(Plan):
 
     def __init__(self, call: FusedCall, tensors: Tensors) -> None:
         super().__init__(call.v.device, tensors)
-        _, self.k, _, mask, *self.functions = self.places[:8]
-        self.q, v, support = (cast(Place, self.places[source]) for source in (0, 2, 4))
-        self.v, self.support = v, support
+        self.q, v = (cast(Place, self.places[source]) for source in (0, 2))
+        self.v, self.shared = v, call.shared_codes
+        self.k = self.q if self.places[1] is None else self.places[1]
+        self.functions = cast(Hashing, Hashing.of(self.places[5:9]))
+        self.key_functions = Hashing.of(self.places[9:13]) or self.functions
         self.causal, self.beta = call.causal, call.constant
-        self.heads, self.bits = v.shape[1], call.functions.weight.shape[-1]
-        # A kernel that is compiled without mask never looks at this pointer.
+        self.heads, self.bits = v.shape[1], call.bits
+        # A kernel that is compiled without mask, weights or groups never looks at these pointers.
         self.mask: list[Any] = [v, 0, 0]
-        if mask is not None:
+        if (mask := self.places[3]) is not None:
             mask.dtype = torch.uint8
             self.mask = [mask, *mask.strides]
+        self.key_weight: list[Any] = [v, 0, 0, 0]
+        if (key_weight := self.places[4]) is not None:
+            self.key_weight = [key_weight, *key_weight.strides]
+        self.levels = [x or v for x in self.places[13:16]]
         self.rows = v.shape[0] * v.shape[1]
-        self.width = (self.bits + 1) * (v.shape[-1] + 1)
+        self.state_shape = _state_shape(call)
+        self.width = self.state_shape[0] * self.state_shape[1]
         self.exact = {"PIECES": 3 if v.dtype == torch.float32 else 2, "PRECISION": HASH_PRECISION}
-        self.masked = {"MASKED": mask is not None}
+        self.weighted = {"WEIGHTED": key_weight is not None}
+        self.masked = {"MASKED": mask is not None, **self.weighted}
         whole = self.beta.is_integer() and self.beta >= 0 and self.bits + self.beta <= 256
         self.whole = {"WHOLE": whole}
-        _, samples, dim = support.shape
-        self.reading, self.hashing = _constants(samples, dim, v.shape[-1], self.bits)
+        self._sizes = _sizes(call)
+        size, features, channels = _group_size(call), _features(call), v.shape[-1]
+        hopper = self.device.type == "cuda" and capability(self.device) >= (9, 0)
+        shape = {"E": channels, "F": features, "BE": padded(channels), "BF": padded(features)}
+        self.reading = {"SIZE": size, "HOPPER": hopper, **shape}
+
+    def hashing(self, functions: Hashing) -> dict[str, int]:
+        """Constants of a kernel that hashes by these functions."""
+        return {**functions.constants, **self.reading}
 
     def sizes(self, x: Place) -> Sizes:
         """Sizes with `x` as the tokens."""
-        return sizes_of(x, self.v, self.support, self.bits)
+        return self._sizes._replace(tokens=x.shape[2])
 
     def config(self, step: Step, x: Place) -> Config:
         """The configuration of a step over the tokens `x`."""
@@ -118,13 +153,22 @@ class Launches(Plan):
         """Block size and launch options."""
         return {"BLOCK": config.block, "num_warps": config.warps, "num_stages": config.stages}
 
+    def tall(self, config: Config) -> dict[str, int]:
+        """The same for kernels that sum over tokens."""
+        return {"WIDE": config.warps >= 4, **self.options(config)}
+
+    def in_order(self) -> dict[str, int]:
+        """The same for kernels in causal order."""
+        config = causal_config(self._sizes)
+        return {"STRIDE": config.stride, **self.tall(config)}
+
     def smaller(self, step: Step, x: Place, config: Config) -> Shrink:
         """What to do where a GPU has no room for a step over the tokens `x`."""
         return partial(reduce, step, self.sizes(x), config)
 
     def state_room(self, *lead: int) -> Place:
         """Room for states."""
-        return self.room((*lead, self.bits + 1, self.v.shape[-1] + 1))
+        return self.room((*lead, *self.state_shape))
 
     def add_parts(self, partial: Place, parts: int, out: Place, step: Step, x: Place) -> tuple[Place, int]:
         """Partial states and their number; added up in `out` where the next step would do it too often."""
@@ -151,14 +195,34 @@ def nothing_smaller() -> None:
     """A launch that has one configuration only."""
 
 
+def _group_size(call: FusedCall) -> int:
+    """SIZE of the kernels."""
+    return 0 if call.scale is None else call.bits // call.groups
+
+
+def _features(call: FusedCall) -> int:
+    return call.bits if call.scale is None else call.groups << _group_size(call)
+
+
+def _sizes(call: FusedCall) -> Sizes:
+    batch, heads, tokens, dim = call.q.shape
+    samples, features = call.functions.weight.shape[1], 0 if call.scale is None else _features(call)
+    return Sizes(batch * heads, tokens, dim, call.v.shape[3], samples, call.bits, call.v.dtype, features)
+
+
+def _state_shape(call: FusedCall) -> tuple[int, int]:
+    return _features(call) + (call.scale is None), call.v.shape[-1] + 1
+
+
 def _rooms(call: FusedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of what the backward wants: packed codes and states."""
-    q, k, v, functions, bits = call.q, call.k, call.v, call.functions, call.bits
-    state: tuple[int, ...] = (bits + 1, v.shape[-1] + 1)
+    """Shapes and dtypes of what the backward needs: packed codes and states."""
+    q, v = call.q, call.v
+    state: tuple[int, ...] = _state_shape(call)
     if call.causal:
-        sizes = sizes_of(q, v, functions[0], bits)
-        state = (_ceiling(q.shape[2], causal_config(sizes).block) + 1, *state)
-    codes = [(tuple(x.shape[:3]), _code_dtype(bits)) for x in (q, k) if x is not None]
+        config = causal_config(_sizes(call))
+        state = (_ceiling(q.shape[2], config.block * config.stride) + 1, *state)
+    tokens = [q] if call.shared_codes else [q, q if call.k is None else call.k]
+    codes = [(tuple(x.shape[:3]), _code_dtype(call.bits)) for x in tokens]
     return [*codes, ((*v.shape[:2], *state), torch.float32)]
 
 
@@ -181,36 +245,40 @@ class _Forward(Launches):
 
     def __init__(self, call: FusedCall, tensors: Tensors, keep: bool) -> None:
         super().__init__(call, tensors)
-        self.out = cast(Place, self.places[8])
+        self.out = cast(Place, self.places[TENSORS])
         room = self.output if keep else self.room
         self.saved = [room(shape, dtype) for shape, dtype in _rooms(call)]
         if self.causal:
-            self._causal(*self.saved)
-        elif self.k is None and self.config("gather", self.q).per_sm == 0:
+            self._causal()
+        elif self.shared and self.config("gather", self.q).per_sm == 0:
             self._attend(*self.saved)
         else:
             self._two_passes()
 
+    def _keys(self, x: Place) -> list[Any]:
+        """Tokens that are keys, and what belongs to them."""
+        return [x, *x.strides, self.v, *self.v.strides, *self.mask, *self.key_weight]
+
     def _attend(self, codes: Place, state: Place) -> None:
-        q, v, out = self.q, self.v, self.out
+        q, out = self.q, self.out
         config = self.config("gather", q)
         self.launch(
             ahead.attend, self.rows, self.smaller("gather", q, config),
-            q, *q.strides, v, *v.strides, *self.mask, codes, state, out, *out.strides,
-            *self.functions, q.shape[2], self.heads, self.beta,
-            **self.masked, **self.exact, **self.hashing, **self.options(config),
+            *self._keys(q), codes, state, out, *out.strides,
+            *self.functions.tensors, *self.levels, q.shape[2], self.heads, self.beta,
+            **self.masked, **self.exact, **self.hashing(self.functions), **self.tall(config),
         )  # fmt: skip
 
     def _two_passes(self) -> None:
         q, out, saved = self.q, self.out, self.saved
-        partial, parts = self._gather(q if self.k is None else self.k, saved[-2], saved[-1])
-        step: Step = "read" if self.k is None else "gather"
+        partial, parts = self._gather(self.k, saved[-2], saved[-1])
+        step: Step = "read" if self.shared else "gather"
         partial, parts = self.add_parts(partial, parts, saved[-1], step, q)
         config = self.config(step, q)
         stretches, span = self.stretches(config, q.shape[2])
         grid, options = (self.rows * stretches, self.smaller(step, q, config)), self.options(config)
-        sizes = (q.shape[2], self.heads, parts, stretches, span, self.beta)
-        if self.k is None:
+        sizes = (*self.levels, q.shape[2], self.heads, parts, stretches, span, self.beta)
+        if self.shared:
             self.launch(
                 ahead.read, *grid,
                 saved[0], partial, saved[-1], out, *out.strides, *sizes,
@@ -219,8 +287,9 @@ class _Forward(Launches):
         else:
             self.launch(
                 ahead.hash_and_read, *grid,
-                q, *q.strides, saved[0], partial, saved[-1], out, *out.strides, *self.functions, *sizes,
-                **self.exact, **self.hashing, **options,
+                q, *q.strides, saved[0], partial, saved[-1], out, *out.strides,
+                *self.functions.tensors, *sizes,
+                **self.exact, **self.hashing(self.functions), **options,
             )  # fmt: skip
 
     def _gather(self, x: Place, codes: Place, state: Place) -> tuple[Place, int]:
@@ -230,25 +299,26 @@ class _Forward(Launches):
         partial = state if parts == 1 else self.state_room(self.rows, parts)
         self.launch(
             ahead.gather, self.rows * parts, self.smaller("gather", x, config),
-            x, *x.strides, self.v, *self.v.strides, *self.mask, codes, partial, *self.functions,
+            *self._keys(x), codes, partial, *self.key_functions.tensors,
             x.shape[2], self.heads, parts, span,
-            **self.masked, **self.exact, **self.hashing, **self.options(config),
+            **self.masked, **self.exact, **self.hashing(self.key_functions), **self.tall(config),
         )  # fmt: skip
         return partial, parts
 
-    def _causal(self, codes: Place, running: Place) -> None:
-        q, v, out = self.q, self.v, self.out
-        n, blocks, options = q.shape[2], running.shape[2] - 1, self.options(causal_config(self.sizes(q)))
-        grid = (self.rows * blocks, nothing_smaller)
+    def _causal(self) -> None:
+        q, out, codes, key_codes, running = self.q, self.out, self.saved[0], self.saved[-2], self.saved[-1]
+        stretches, sizes = running.shape[2] - 1, self.in_order()
+        grid, counts = (self.rows * stretches, nothing_smaller), (q.shape[2], self.heads, stretches)
         self.launch(
             causal.causal_gather, *grid,
-            q, *q.strides, v, *v.strides, *self.mask, codes, running, *self.functions,
-            n, self.heads, blocks, **self.masked, **self.exact, **self.hashing, **options,
+            *self._keys(self.k), key_codes, running, *self.key_functions.tensors, *counts,
+            **self.masked, **self.exact, **self.hashing(self.key_functions), **sizes,
         )  # fmt: skip
-        self.running_sums(running, blocks, False)
+        self.running_sums(running, stretches, False)
         self.launch(
             causal.causal_read, *grid,
-            v, *v.strides, *self.mask, codes, running, out, *out.strides,
-            n, self.heads, blocks, self.beta,
-            **self.whole, **self.masked, **self.exact, **self.reading, **options,
+            *self._keys(q), codes, key_codes, running, out, *out.strides,
+            *self.functions.tensors, *self.levels, *counts, self.beta,
+            SHARED=self.shared, **self.whole, **self.masked, **self.exact,
+            **self.hashing(self.functions), **sizes,
         )  # fmt: skip

@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-"""The state of a head in memory, (BITS + 1) x (E + 1) numbers as in `eager.py`, and sums over many."""
+"""The state of a head in memory, and sums over many: (F + 1) x (E + 1) numbers as in `eager.py`, with groups of
+bits without the last row."""
 
 from __future__ import annotations
 
@@ -10,39 +11,52 @@ from ecoformer.backends.triton.hashing import launched
 
 
 @triton.jit
+def state_size(SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
+    """Numbers of a state in memory."""
+    return (F + (1 if SIZE == 0 else 0)) * (E + 1)
+
+
+@triton.jit
 def store_state(
-    base, sums, ones, total, count, BITS: tl.constexpr, E: tl.constexpr, BB: tl.constexpr, BE: tl.constexpr
-):
-    """Write sums of h v^T (BB, BE), of h (BB,), of v (BE,), and the number of keys."""
-    bit, channel = tl.arange(0, BB), tl.arange(0, BE)
-    row, column = bit < BITS, channel < E
-    places = base + bit[:, None] * (E + 1) + channel[None, :]
+    base, sums, ones, total, count,
+    SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """Write sums of f v^T (BF, BE) and of f (BF,); without groups also of v (BE,), and the number of keys."""
+    feature, channel = tl.arange(0, BF), tl.arange(0, BE)
+    row, column = feature < F, channel < E
+    places = base + feature[:, None] * (E + 1) + channel[None, :]
     tl.store(places, sums, mask=row[:, None] & column[None, :])
-    tl.store(base + bit * (E + 1) + E, ones, mask=row)
-    tl.store(base + BITS * (E + 1) + channel, total, mask=column)
-    tl.store(base + BITS * (E + 1) + E, count)
+    tl.store(base + feature * (E + 1) + E, ones, mask=row)
+    if SIZE == 0:
+        tl.store(base + F * (E + 1) + channel, total, mask=column)
+        tl.store(base + F * (E + 1) + E, count)
 
 
 @triton.jit
-def load_state(base, BITS: tl.constexpr, E: tl.constexpr, BB: tl.constexpr, BE: tl.constexpr):
-    """Read what `store_state` wrote."""
-    bit, channel = tl.arange(0, BB), tl.arange(0, BE)
-    row, column = bit < BITS, channel < E
-    places = base + bit[:, None] * (E + 1) + channel[None, :]
+def load_rows(base, E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr):
+    """The sums of f v^T and of f that `store_state` wrote."""
+    feature, channel = tl.arange(0, BF), tl.arange(0, BE)
+    row, column = feature < F, channel < E
+    places = base + feature[:, None] * (E + 1) + channel[None, :]
     sums = tl.load(places, mask=row[:, None] & column[None, :], other=0.0)
-    ones = tl.load(base + bit * (E + 1) + E, mask=row, other=0.0)
-    total = tl.load(base + BITS * (E + 1) + channel, mask=column, other=0.0)
-    return sums, ones, total, tl.load(base + BITS * (E + 1) + E)
+    return sums, tl.load(base + feature * (E + 1) + E, mask=row, other=0.0)
 
 
 @triton.jit
-def load_parts(base, parts, BITS: tl.constexpr, E: tl.constexpr, BB: tl.constexpr, BE: tl.constexpr):
-    """The sum of `parts` states that lie one after another."""
-    sums, ones, total, count = load_state(base, BITS, E, BB, BE)
+def load_state(base, E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr):
+    """Read what `store_state` wrote, without groups."""
+    channel = tl.arange(0, BE)
+    sums, ones = load_rows(base, E, F, BE, BF)
+    total = tl.load(base + F * (E + 1) + channel, mask=channel < E, other=0.0)
+    return sums, ones, total, tl.load(base + F * (E + 1) + E)
+
+
+@triton.jit
+def load_parts(base, parts, E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr):
+    """The sum of `parts` states that lie one after another, without groups."""
+    sums, ones, total, count = load_state(base, E, F, BE, BF)
     for part in range(1, parts):
-        more, more_ones, more_total, more_count = load_state(
-            base + part * ((BITS + 1) * (E + 1)), BITS, E, BB, BE
-        )
+        more, more_ones, more_total, more_count = load_state(base + part * ((F + 1) * (E + 1)), E, F, BE, BF)
         sums += more
         ones += more_ones
         total += more_total
