@@ -14,16 +14,14 @@ import triton.language as tl
 
 from ecoformer.backends.triton.forward import denominators, load_summed
 from ecoformer.backends.triton.groups import (
-    MIX,
-    WALSH,
     column_of,
     features_of,
-    group_values,
-    load_buckets,
-    mixed,
+    load_features,
+    mix_all,
     tall_product,
     tall_sums,
     to_bits,
+    turned_features,
 )
 from ecoformer.backends.triton.hashing import (
     NARROWEST,
@@ -39,10 +37,12 @@ from ecoformer.backends.triton.hashing import (
     reciprocal,
     row_sums,
     store_tile,
+    unpack,
 )
 from ecoformer.backends.triton.state import (
     load_parts,
     load_reads,
+    load_rows,
     load_state,
     state_size,
     store_reads,
@@ -53,9 +53,8 @@ from ecoformer.backends.triton.state import (
 @triton.jit
 def gather_grad_tiles(
     grad, grad_n, grad_c, codes, reads, first, last, n, sums, ones, total, count, beta,
-    WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    SIZE: tl.constexpr, HOPPER: tl.constexpr,
-    E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
+    WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the state from queries first ... last of a head; stores one over below_t, and e_t.
@@ -71,9 +70,8 @@ def gather_grad_tiles(
         to_ones = tl.zeros((BF, NARROWEST), tl.float32)
     packed = load_packed(codes, first, n, BLOCK)
     for start in range(first, last, BLOCK):
-        f = features_of(packed, SIZE, HOPPER, F, BF)
-        if SIZE > 0:
-            turned = group_values(packed, SIZE, HOPPER, F, BF, False, True)
+        h = unpack(packed, BITS, BB)
+        f = features_of(h, SIZE, F, BITS, BF, BB)
         packed = load_packed(codes, start + BLOCK, n, BLOCK)
         tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
         if SIZE == 0:
@@ -101,6 +99,7 @@ def gather_grad_tiles(
             # A denominator at its floor depends on nothing.
             e = tl.where(below < total, 0.0, e)
             store_reads(reads, inverse, e, start, n, BLOCK)
+            turned = turned_features(h, False, WIDE, SIZE, F, BITS, BF, BB)
             to_sums += tall_product(turned, a, PIECES, PRECISION, WIDE)
             to_ones += tall_sums(turned, e, PIECES, PRECISION, WIDE)
     if SIZE == 0:
@@ -112,31 +111,25 @@ def gather_grad_tiles(
 
 @triton.jit
 def load_gradients(
-    state, to_state, grad_parts, scales, ratios, head,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    state, to_state, to_buckets, grad_parts, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """What gives the gradients of features as queries and as keys, and of values: (BF, BE) and (BF,) each.
 
-    Also the gradients of the sum of values and of the number of keys. With groups of bits the first two are
-    coefficients of products of bits, see `to_bits`.
+    Also the gradients of the sum of values and of the number of keys. With groups of bits `state` and
+    `to_state` hold coefficients of products of bits, see `to_bits`.
     """
     if SIZE == 0:
         sums, ones, _, _ = load_state(state, E, F, BE, BF)
         to_sums, to_ones, to_total, to_count = load_parts(to_state, grad_parts, E, F, BE, BF)
         return sums, ones, to_sums, to_ones, to_sums, to_ones, to_total, to_count
     else:
-        BS: tl.constexpr = 16 if SIZE < 4 else 1 << SIZE
         as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         if QUERIES:
-            raw, raw_ones = load_buckets(state, 1, E, F, BE, BF // BS, BS)
-            as_query, as_query_ones = mixed(
-                raw, raw_ones, scales, ratios, head, WALSH, PRECISION, SIZE, F, BE, BF
-            )
+            as_query, as_query_ones = load_rows(state, E, F, BE, BF)
         if KEYS:
-            raw, raw_ones = load_buckets(to_state, grad_parts, E, F, BE, BF // BS, BS)
-            as_key, as_key_ones = mixed(raw, raw_ones, scales, ratios, head, WALSH, PRECISION, SIZE, F, BE, BF)
-            to_sums, to_ones = mixed(raw, raw_ones, scales, ratios, head, MIX, PRECISION, SIZE, F, BE, BF)
+            as_key, as_key_ones = load_rows(to_state, E, F, BE, BF)
+            to_sums, to_ones = load_rows(to_buckets, E, F, BE, BF)
         return as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, 0.0, 0.0
 
 
@@ -148,13 +141,13 @@ def token_grad_tile(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, VALUES: tl.constexpr,
     WEIGHT: tl.constexpr, KEY_WEIGHT: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile's tokens (QUERIES, KEYS or both), values and weights; returns `weight`'s (BM, BB)."""
-    packed = load_packed(codes, start, n, BLOCK)
+    h, f = load_features(codes, start, n, SIZE, F, BITS, BF, BB, BLOCK)
     to_features = tl.zeros((BLOCK, BF), tl.float32)
     to_mix = tl.zeros((BM, BB), tl.float32)
     if QUERIES and TOKENS:
@@ -176,7 +169,6 @@ def token_grad_tile(
                 more = tl.where(keys[:, None], more, 0.0)
             to_features += more
         if VALUES or KEY_WEIGHT:
-            f = features_of(packed, SIZE, HOPPER, F, BF)
             tile = product(f, to_sums, PIECES, PRECISION)
             if SIZE == 0:
                 tile += to_total[None, :]
@@ -198,7 +190,7 @@ def token_grad_tile(
         if SIZE == 0:
             to_codes = to_features
         else:
-            to_codes = to_bits(to_features, packed, PIECES, PRECISION, SIZE, F, BF, BITS, BB)
+            to_codes = to_bits(to_features, h, PIECES, PRECISION, SIZE, F, BF, BITS, BB)
         tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
         tile, features, to_y = project_back(
             tokens, to_codes, samples, lengths, middle, mix, scale, PLANES, PRECISION, GRAD_PRECISION
@@ -218,7 +210,7 @@ def token_grad_tiles(
     VALUES: tl.constexpr, WEIGHT: tl.constexpr, KEY_WEIGHT: tl.constexpr,
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -236,7 +228,7 @@ def token_grad_tiles(
             reads, to_x, to_v, to_key_weight, first, n, samples, lengths, middle, mix, scale,
             as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count,
             QUERIES, KEYS, TOKENS, VALUES, WEIGHT, KEY_WEIGHT, MASKED, WEIGHTED,
-            PIECES, PRECISION, GRAD_PRECISION, PLANES, SIZE, HOPPER,
+            PIECES, PRECISION, GRAD_PRECISION, PLANES, SIZE,
             D, E, F, BITS, BD, BE, BF, BM, BB, BLOCK,
         )  # fmt: skip
     else:
@@ -247,7 +239,7 @@ def token_grad_tiles(
                 reads, to_x, to_v, to_key_weight, start, n, samples, lengths, middle, mix, scale,
                 as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count,
                 QUERIES, KEYS, TOKENS, VALUES, WEIGHT, KEY_WEIGHT, MASKED, WEIGHTED,
-                PIECES, PRECISION, GRAD_PRECISION, PLANES, SIZE, HOPPER,
+                PIECES, PRECISION, GRAD_PRECISION, PLANES, SIZE,
                 D, E, F, BITS, BD, BE, BF, BM, BB, BLOCK,
             )  # fmt: skip
             if WEIGHT:
@@ -259,11 +251,10 @@ def token_grad_tiles(
 
 @launched
 def gather_grad(
-    grad, grad_b, grad_h, grad_n, grad_c, codes, reads, state, partial, scales, ratios, floor,
+    grad, grad_b, grad_h, grad_n, grad_c, codes, reads, state, table, partial, floor,
     n, heads, parts, span, beta,
-    WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    SIZE: tl.constexpr, HOPPER: tl.constexpr,
-    E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
+    WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program sums the state's gradient over one of `parts` stretches of a head."""
@@ -272,14 +263,13 @@ def gather_grad(
     batch, head = row // heads, row % heads
     size = state_size(SIZE, E, F)
     state += row * size
-    sums, ones, total, count = load_summed(
-        state, state, 1, False, scales, ratios, floor, head, PRECISION, SIZE, E, F, BE, BF
-    )
+    table += row * size
+    sums, ones, total, count = load_summed(table, state, 1, False, floor, head, SIZE, E, F, BE, BF)
     first = part * span
     to_sums, to_ones, to_total, to_count = gather_grad_tiles(
         grad + batch * grad_b + head * grad_h, grad_n, grad_c, codes + row * n, reads + row * n * 2,
         first, tl.minimum(first + span, n), n, sums, ones, total, count, beta,
-        WEIGHTED, PIECES, PRECISION, SIZE, HOPPER, E, F, BE, BF, BLOCK, WIDE,
+        WEIGHTED, PIECES, PRECISION, SIZE, E, F, BITS, BE, BF, BB, BLOCK, WIDE,
     )  # fmt: skip
     partial += (row * parts + part) * size
     store_state(partial, to_sums, to_ones, to_total, to_count, SIZE, E, F, BE, BF)
@@ -288,14 +278,14 @@ def gather_grad(
 @launched
 def token_grad(
     grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c,
-    mask, mask_b, mask_n, key_weight, key_weight_b, key_weight_h, key_weight_n, codes, reads, state, partial,
-    to_x, to_v, to_key_weight, to_weight, support, mean, sigma, weight, scales, ratios,
+    mask, mask_b, mask_n, key_weight, key_weight_b, key_weight_h, key_weight_n, codes, reads, state, partial, to_buckets,
+    to_x, to_v, to_key_weight, to_weight, support, mean, sigma, weight,
     n, heads, grad_parts, parts, span,
     SINGLE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
     VALUES: tl.constexpr, WEIGHT: tl.constexpr, KEY_WEIGHT: tl.constexpr,
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -306,8 +296,8 @@ def token_grad(
     batch, head = row // heads, row % heads
     size = state_size(SIZE, E, F)
     as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count = load_gradients(
-        state + row * size, partial + row * grad_parts * size, grad_parts, scales, ratios, head,
-        QUERIES and TOKENS, KEYS, PRECISION, SIZE, E, F, BE, BF,
+        state + row * size, partial + row * grad_parts * size, to_buckets + row * size, grad_parts,
+        QUERIES and TOKENS, KEYS, SIZE, E, F, BE, BF,
     )  # fmt: skip
     first = part * span
     token_grad_tiles(
@@ -319,7 +309,7 @@ def token_grad(
         first, tl.minimum(first + span, n), n, support, mean, sigma, weight, head,
         as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count,
         SINGLE, QUERIES, KEYS, TOKENS, VALUES, WEIGHT, KEY_WEIGHT, MASKED, WEIGHTED,
-        PIECES, PRECISION, GRAD_PRECISION, PLANES, SIZE, HOPPER,
+        PIECES, PRECISION, GRAD_PRECISION, PLANES, SIZE,
         D, E, F, M, BITS, BD, BE, BF, BM, BB, BLOCK,
     )  # fmt: skip
 
@@ -327,13 +317,14 @@ def token_grad(
 @launched
 def attend_back(
     grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c,
-    mask, mask_b, mask_n, key_weight, key_weight_b, key_weight_h, key_weight_n, codes, reads, state, partial,
-    to_x, to_v, to_key_weight, to_weight, support, mean, sigma, weight, scales, ratios, floor,
+    mask, mask_b, mask_n, key_weight, key_weight_b, key_weight_h, key_weight_n, codes, reads, state, table,
+    partial, state_walsh, walsh, to_buckets, to_x, to_v, to_key_weight, to_weight,
+    support, mean, sigma, weight, scales, ratios, floor,
     n, heads, beta,
     TOKENS: tl.constexpr, VALUES: tl.constexpr, WEIGHT: tl.constexpr, KEY_WEIGHT: tl.constexpr,
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
@@ -343,26 +334,31 @@ def attend_back(
     batch, head = row // heads, row % heads
     size = state_size(SIZE, E, F)
     state += row * size
-    partial += row * size
-    sums, ones, total, count = load_summed(
-        state, state, 1, False, scales, ratios, floor, head, PRECISION, SIZE, E, F, BE, BF
-    )
+    table += row * size
+    sums, ones, total, count = load_summed(table, state, 1, False, floor, head, SIZE, E, F, BE, BF)
     grad += batch * grad_b + head * grad_h
     codes += row * n
     reads += row * n * 2
     to_sums, to_ones, to_total, to_count = gather_grad_tiles(
         grad, grad_n, grad_c, codes, reads, 0, n, n, sums, ones, total, count, beta,
-        WEIGHTED, PIECES, PRECISION, SIZE, HOPPER, E, F, BE, BF, BLOCK, WIDE,
+        WEIGHTED, PIECES, PRECISION, SIZE, E, F, BITS, BE, BF, BB, BLOCK, WIDE,
     )  # fmt: skip
     if SIZE > 0:
+        partial += row * size
         store_state(partial, to_sums, to_ones, to_total, to_count, SIZE, E, F, BE, BF)
     # What was read goes through memory to the threads that want it.
     tl.debug_barrier()
     if SIZE == 0:
         as_query, as_query_ones, as_key, as_key_ones = sums, ones, to_sums, to_ones
     else:
+        state_walsh += row * size
+        walsh += row * size
+        to_buckets += row * size
+        mix_all(state, state, state_walsh, scales, ratios, head, False, True, SIZE, E, F, BF)
+        mix_all(partial, to_buckets, walsh, scales, ratios, head, True, True, SIZE, E, F, BF)
+        tl.debug_barrier()
         as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count = load_gradients(
-            state, partial, 1, scales, ratios, head, TOKENS, True, PRECISION, SIZE, E, F, BE, BF
+            state_walsh, walsh, to_buckets, 1, TOKENS, True, SIZE, E, F, BE, BF
         )
     token_grad_tiles(
         grad, grad_n, grad_c, x + batch * x_b + head * x_h, x_n, x_c,
@@ -372,6 +368,6 @@ def attend_back(
         0, n, n, support, mean, sigma, weight, head,
         as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count,
         False, True, True, TOKENS, VALUES, WEIGHT, KEY_WEIGHT, MASKED, WEIGHTED,
-        PIECES, PRECISION, GRAD_PRECISION, PLANES, SIZE, HOPPER,
+        PIECES, PRECISION, GRAD_PRECISION, PLANES, SIZE,
         D, E, F, M, BITS, BD, BE, BF, BM, BB, BLOCK,
     )  # fmt: skip

@@ -20,11 +20,12 @@ from ecoformer.backends.triton.groups import (
     WALSH,
     column_of,
     features_of,
-    group_values,
+    load_features,
     mixing,
     tall_product,
     tall_sums,
     to_bits,
+    turned_features,
 )
 from ecoformer.backends.triton.hashing import (
     dot,
@@ -32,7 +33,6 @@ from ecoformer.backends.triton.hashing import (
     launched,
     load_functions,
     load_keys,
-    load_packed,
     load_tile,
     load_weights,
     marks,
@@ -40,6 +40,7 @@ from ecoformer.backends.triton.hashing import (
     product,
     project,
     project_back,
+    signs_of,
     store_packed,
     store_tile,
     whole_product,
@@ -60,7 +61,7 @@ def causal_gather(
     key_weight, key_weight_b, key_weight_h, key_weight_n, codes, states,
     support, mean, sigma, weight, n, heads, stretches,
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     STRIDE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
@@ -74,7 +75,7 @@ def causal_gather(
         x + batch * x_b + head * x_h, x_n, x_c, v + batch * v_b + head * v_h, v_n, v_c,
         mask + batch * mask_b, mask_n, key_weight + batch * key_weight_b + head * key_weight_h, key_weight_n,
         codes + row * n, first, tl.minimum(first + STRIDE * BLOCK, n), n, support, mean, sigma, weight, head,
-        MASKED, WEIGHTED, PIECES, PRECISION, PLANES, SIZE, HOPPER,
+        MASKED, WEIGHTED, PIECES, PRECISION, PLANES, SIZE,
         D, E, F, M, BITS, BD, BE, BF, BM, BB, BLOCK, WIDE,
     )  # fmt: skip
     states += (row * (stretches + 1) + stretch + 1) * state_size(SIZE, E, F)
@@ -100,7 +101,7 @@ def load_mixing(
     if SIZE == 0:
         return 0.0
     else:
-        return tl.reshape(mixing(scales, ratios, head, KIND, SIZE, F, BF, 1, BF), (BF, BF))
+        return mixing(scales, ratios, head, 0, KIND, SIZE, F, BF)
 
 
 @triton.jit
@@ -191,13 +192,13 @@ def causal_tops(
 
 @triton.jit
 def key_sums(
-    packed, weights, values,
-    WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    SIZE: tl.constexpr, HOPPER: tl.constexpr, F: tl.constexpr, BF: tl.constexpr, WIDE: tl.constexpr,
+    h, weights, values,
+    WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr,
+    F: tl.constexpr, BITS: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """A block's share in buckets of values and of weights."""
     half: tl.constexpr = values.dtype == tl.float16 and not WEIGHTED
-    f = group_values(packed, SIZE, HOPPER, F, BF, half, True)
+    f = turned_features(h, half, WIDE, SIZE, F, BITS, BF, BB)
     sums = tall_product(f, weighted(values, weights, WEIGHTED), PIECES, PRECISION, WIDE)
     if not WEIGHTED:
         weights = weights.to(f.dtype)
@@ -212,7 +213,7 @@ def causal_read(
     n, heads, stretches, beta,
     SHARED: tl.constexpr, WHOLE: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     STRIDE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
@@ -224,7 +225,7 @@ def causal_read(
     size = state_size(SIZE, E, F)
     states += (row * (stretches + 1) + stretch) * size
     sums, ones, total, count = load_running(states, SIZE, E, F, BE, BF)
-    _, after, _, _ = load_running(states + size, SIZE, E, F, BE, BF)
+    after = tl.load(states + size + tl.arange(0, BF) * (E + 1) + E, mask=tl.arange(0, BF) < F, other=0.0)
     # Packed codes cannot be NaN, but the sum over the stretch's codes can: it marks the stretch's tokens.
     marked = tl.sum(after, axis=0) * 0.0
     v += batch * v_b + head * v_h
@@ -243,18 +244,17 @@ def causal_read(
         keys, weights, values = load_values(
             v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, start, n, MASKED, WEIGHTED, E, BE, BLOCK
         )
-        key_packed = load_packed(key_codes + row * n, start, n, BLOCK)
-        f = features_of(key_packed, SIZE, HOPPER, F, BF)
+        h, f = load_features(key_codes + row * n, start, n, SIZE, F, BITS, BF, BB, BLOCK)
         if SHARED:
             f_q = f
             mark = marked
         else:
             tokens = load_tile(x + batch * x_b + head * x_h, start, n, x_n, x_c, D, BD, BLOCK)
-            packed = pack(project(tokens, samples, lengths, middle, mix, scale, PLANES, PRECISION), BITS, BB)
-            store_packed(codes + row * n, packed, start, n, BLOCK)
-            f_q = features_of(packed, SIZE, HOPPER, F, BF)
+            y = project(tokens, samples, lengths, middle, mix, scale, PLANES, PRECISION)
+            store_packed(codes + row * n, pack(y, BITS, BB), start, n, BLOCK)
+            f_q = features_of(signs_of(y, BITS, BB).to(tl.bfloat16), SIZE, F, BITS, BF, BB)
             mark = marked + 0.0 * marks(tokens, start + tl.arange(0, BLOCK) < n)
-        above, inverse, _ = causal_tops(
+        above, inverse, at_floor = causal_tops(
             mixed_features(f_q, matrix, PIECES, PRECISION, SIZE), f, keys, weights, values,
             sums, ones, total, count, beta, least, WHOLE, WEIGHTED, PIECES, PRECISION, SIZE, BF, BLOCK,
         )  # fmt: skip
@@ -262,7 +262,7 @@ def causal_read(
         store_tile(out, tile, start, n, out_n, out_c, E, BE, BLOCK)
         if STRIDE > 1:
             more, more_ones = key_sums(
-                key_packed, weights, values, WEIGHTED, PIECES, PRECISION, SIZE, HOPPER, F, BF, WIDE
+                h, weights, values, WEIGHTED, PIECES, PRECISION, SIZE, F, BITS, BF, BB, WIDE
             )
             sums += more
             ones += more_ones
@@ -274,8 +274,8 @@ def causal_gather_grad(
     key_weight, key_weight_b, key_weight_h, key_weight_n, codes, key_codes, states, partial, reads,
     scales, ratios, floor, n, heads, stretches, beta,
     SHARED: tl.constexpr, WHOLE: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
-    PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
-    E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
+    PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
     STRIDE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """A stretch's share in the gradient of the states before it; also one over each denominator, and e_t."""
@@ -292,17 +292,17 @@ def causal_gather_grad(
     matrix = load_mixing(scales, ratios, head, MIX, SIZE, F, BF)
     to_sums = tl.zeros((BF, BE), tl.float32)
     to_ones = tl.zeros((BF,), tl.float32)
-    to_total, to_count = 0.0, 0.0
+    to_total, to_count = tl.zeros((BE,), tl.float32), 0.0
     first = stretch * (STRIDE * BLOCK)
     last = first + 1 if STRIDE == 1 else tl.minimum(first + STRIDE * BLOCK, n)
     for start in range(first, last, BLOCK):
         keys, weights, values = load_values(
             v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, start, n, MASKED, WEIGHTED, E, BE, BLOCK
         )
-        key_packed = load_packed(key_codes + row * n, start, n, BLOCK)
-        packed = key_packed if SHARED else load_packed(codes + row * n, start, n, BLOCK)
-        f = features_of(key_packed, SIZE, HOPPER, F, BF)
-        f_q = f if SHARED else features_of(packed, SIZE, HOPPER, F, BF)
+        h, f = load_features(key_codes + row * n, start, n, SIZE, F, BITS, BF, BB, BLOCK)
+        h_q, f_q = h, f
+        if not SHARED:
+            h_q, f_q = load_features(codes + row * n, start, n, SIZE, F, BITS, BF, BB, BLOCK)
         above, inverse, at_floor = causal_tops(
             mixed_features(f_q, matrix, PIECES, PRECISION, SIZE), f, keys, weights, values,
             sums, ones, total, count, beta, least, WHOLE, WEIGHTED, PIECES, PRECISION, SIZE, BF, BLOCK,
@@ -316,15 +316,15 @@ def causal_gather_grad(
         if SIZE == 0:
             to_ones += tl.sum(f_q.to(tl.float32) * e[:, None], axis=0)
             to_sums += product(f_q, a, PIECES, PRECISION, None, True)
-            to_total = beta * tl.sum(a, axis=0)
-            to_count = beta * tl.sum(e, axis=0)
+            to_total += beta * tl.sum(a, axis=0)
+            to_count += beta * tl.sum(e, axis=0)
         else:
-            turned = group_values(packed, SIZE, HOPPER, F, BF, False, True)
+            turned = turned_features(h_q, False, WIDE, SIZE, F, BITS, BF, BB)
             to_sums += tall_product(turned, a, PIECES, PRECISION, WIDE)
             to_ones += column_of(tall_sums(turned, e, PIECES, PRECISION, WIDE))
         if STRIDE > 1:
             more, more_ones = key_sums(
-                key_packed, weights, values, WEIGHTED, PIECES, PRECISION, SIZE, HOPPER, F, BF, WIDE
+                h, weights, values, WEIGHTED, PIECES, PRECISION, SIZE, F, BITS, BF, BB, WIDE
             )
             sums += more
             ones += more_ones
@@ -341,7 +341,7 @@ def causal_token_grad(
     VALUES: tl.constexpr, WEIGHT: tl.constexpr, KEY_WEIGHT: tl.constexpr, LEVELS: tl.constexpr,
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     STRIDE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
@@ -382,10 +382,10 @@ def causal_token_grad(
         keys, weights, values = load_values(
             v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, start, n, MASKED, WEIGHTED, E, BE, BLOCK
         )
-        key_packed = load_packed(key_codes + row * n, start, n, BLOCK)
-        packed = key_packed if SHARED else load_packed(codes + row * n, start, n, BLOCK)
-        f = features_of(key_packed, SIZE, HOPPER, F, BF)
-        f_q = f if SHARED else features_of(packed, SIZE, HOPPER, F, BF)
+        h, f = load_features(key_codes + row * n, start, n, SIZE, F, BITS, BF, BB, BLOCK)
+        h_q, f_q = h, f
+        if not SHARED:
+            h_q, f_q = load_features(codes + row * n, start, n, SIZE, F, BITS, BF, BB, BLOCK)
         g_q = mixed_features(f_q, matrix, PIECES, PRECISION, SIZE)
         w, seen = pairs(g_q, f, keys, beta, PIECES, PRECISION, SIZE, BLOCK)
         if TOKENS or KEY_WEIGHT or LEVELS:
@@ -419,7 +419,7 @@ def causal_token_grad(
         if QUERIES and (TOKENS or LEVELS):
             if STRIDE > 1:
                 more, more_ones = key_sums(
-                    key_packed, weights, values, WEIGHTED, PIECES, PRECISION, SIZE, HOPPER, F, BF, WIDE
+                    h, weights, values, WEIGHTED, PIECES, PRECISION, SIZE, F, BITS, BF, BB, WIDE
                 )
                 sums -= more
                 ones -= more_ones
@@ -436,7 +436,7 @@ def causal_token_grad(
                 to_codes = to_features
             else:
                 to_features = dot(to_features, tl.trans(walsh), PRECISION)
-                own = packed if QUERIES else key_packed
+                own = h_q if QUERIES else h
                 to_codes = to_bits(to_features, own, PIECES, PRECISION, SIZE, F, BF, BITS, BB)
             tokens = load_tile(x + batch * x_b + head * x_h, start, n, x_n, x_c, D, BD, BLOCK)
             to_tokens, features, to_y = project_back(
@@ -446,7 +446,7 @@ def causal_token_grad(
             if WEIGHT:
                 to_mix += dot(features, to_y, PRECISION, None, True)
         if STRIDE > 1 and KEYS:
-            turned = group_values(packed, SIZE, HOPPER, F, BF, False, True)
+            turned = turned_features(h_q, False, WIDE, SIZE, F, BITS, BF, BB)
             to_sums += tall_product(turned, a, PIECES, PRECISION, WIDE)
             to_ones += column_of(tall_sums(turned, e, PIECES, PRECISION, WIDE))
     if WEIGHT:

@@ -9,11 +9,11 @@ import triton.language as tl
 from ecoformer.backends.triton.groups import (
     column_of,
     features_of,
-    group_values,
-    load_table,
-    store_buckets,
+    mix_all,
+    smallest,
     tall_product,
     tall_sums,
+    turned_features,
 )
 from ecoformer.backends.triton.hashing import (
     NARROWEST,
@@ -32,9 +32,10 @@ from ecoformer.backends.triton.hashing import (
     signs_of,
     store_packed,
     store_tile,
+    unpack,
     whole_product,
 )
-from ecoformer.backends.triton.state import load_parts, state_size, store_state
+from ecoformer.backends.triton.state import load_parts, load_rows, state_size, store_state
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def gather_tiles(
     x, x_n, x_c, v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, codes, first, last, n,
     support, mean, sigma, weight, head,
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
@@ -71,20 +72,19 @@ def gather_tiles(
             weights = load_weights(key_weight, key_weight_n, start, keys, BLOCK)
             values = values.to(tl.float32) * weights[:, None]
         y = project(tokens, samples, lengths, middle, mix, scale, PLANES, PRECISION)
-        packed = pack(y, BITS, BB)
-        store_packed(codes, packed, start, n, BLOCK)
+        store_packed(codes, pack(y, BITS, BB), start, n, BLOCK)
+        h = signs_of(y, BITS, BB)
         mark = marks(tokens, keys)
         if WEIGHTED:
             mark *= weights
         if SIZE == 0:
-            h = signs_of(y, BITS, BB)
             sums += whole_product(h.to(tl.bfloat16), values, PIECES, PRECISION, True)
             totals += whole_product(every, values, PIECES, PRECISION, True)
             ones += h * mark[:, None]
             counts += mark
         else:
             half: tl.constexpr = values.dtype == tl.float16
-            f = group_values(packed, SIZE, HOPPER, F, BF, half, True)
+            f = turned_features(h.to(tl.bfloat16), half, WIDE, SIZE, F, BITS, BF, BB)
             sums += tall_product(f, values, PIECES, PRECISION, WIDE)
             if not WEIGHTED:
                 mark = mark.to(f.dtype)
@@ -97,22 +97,22 @@ def gather_tiles(
 
 @triton.jit
 def load_summed(
-    partial, state, parts, keep, scales, ratios, floor, head, PRECISION: tl.constexpr,
+    partial, state, parts, keep, floor, head,
     SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """What queries read, added up over `parts`; kept in `state` where `keep`."""
+    """What queries read, added up over `parts` and kept in `state` where `keep`.
+
+    With groups of bits `partial` is the table, and the third result the smallest denominator.
+    """
     if SIZE == 0:
         sums, ones, total, count = load_parts(partial, parts, E, F, BE, BF)
         if keep:
             store_state(state, sums, ones, total, count, SIZE, E, F, BE, BF)
         return sums, ones, total, count
     else:
-        table, below, least, count, buckets, weights = load_table(
-            partial, parts, scales, ratios, floor, head, PRECISION, SIZE, E, F, BE, BF
-        )
-        if keep:
-            store_buckets(state, buckets, weights, E, F, BE)
-        return table, below, least, count
+        sums, ones = load_rows(partial, E, F, BE, BF)
+        least, count = smallest(state, floor, head, SIZE, E)
+        return sums, ones, least, count
 
 
 @triton.jit
@@ -145,13 +145,14 @@ def read_tile(
 @triton.jit
 def read_tiles(
     codes, out, out_n, out_c, first, last, n, sums, ones, total, count, beta,
-    PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
-    E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BLOCK: tl.constexpr,
+    PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr,
+    BE: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Queries first ... last of a head read the state by their stored codes."""
     packed = load_packed(codes, first, n, BLOCK)
     for start in range(first, last, BLOCK):
-        f = features_of(packed, SIZE, HOPPER, F, BF)
+        f = features_of(unpack(packed, BITS, BB), SIZE, F, BITS, BF, BB)
         packed = load_packed(codes, start + BLOCK, n, BLOCK)
         tile = read_tile(f, sums, ones, total, count, beta, PIECES, PRECISION, SIZE)
         store_tile(out, tile, start, n, out_n, out_c, E, BE, BLOCK)
@@ -163,7 +164,7 @@ def gather(
     key_weight, key_weight_b, key_weight_h, key_weight_n, codes, partial,
     support, mean, sigma, weight, n, heads, parts, span,
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
@@ -177,7 +178,7 @@ def gather(
         x + batch * x_b + head * x_h, x_n, x_c, v + batch * v_b + head * v_h, v_n, v_c,
         mask + batch * mask_b, mask_n, key_weight + batch * key_weight_b + head * key_weight_h, key_weight_n,
         codes + row * n, first, tl.minimum(first + span, n), n, support, mean, sigma, weight, head,
-        MASKED, WEIGHTED, PIECES, PRECISION, PLANES, SIZE, HOPPER,
+        MASKED, WEIGHTED, PIECES, PRECISION, PLANES, SIZE,
         D, E, F, M, BITS, BD, BE, BF, BM, BB, BLOCK, WIDE,
     )  # fmt: skip
     partial += (row * parts + part) * state_size(SIZE, E, F)
@@ -186,10 +187,11 @@ def gather(
 
 @launched
 def read(
-    codes, partial, state, out, out_b, out_h, out_n, out_c, scales, ratios, floor,
+    codes, partial, state, out, out_b, out_h, out_n, out_c, floor,
     n, heads, state_parts, parts, span, beta,
-    PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
-    E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BLOCK: tl.constexpr,
+    PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr,
+    BE: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program adds up its head's state and reads it for a stretch of tokens; the first one keeps it."""
     row = (tl.program_id(0) // parts).to(tl.int64)
@@ -198,22 +200,22 @@ def read(
     size = state_size(SIZE, E, F)
     sums, ones, total, count = load_summed(
         partial + row * state_parts * size, state + row * size, state_parts, (part == 0) & (state_parts > 1),
-        scales, ratios, floor, head, PRECISION, SIZE, E, F, BE, BF,
+        floor, head, SIZE, E, F, BE, BF,
     )  # fmt: skip
     first = part * span
     read_tiles(
         codes + row * n, out + batch * out_b + head * out_h, out_n, out_c, first,
-        tl.minimum(first + span, n), n, sums, ones, total, count, beta, PIECES, PRECISION, SIZE, HOPPER,
-        E, F, BE, BF, BLOCK,
+        tl.minimum(first + span, n), n, sums, ones, total, count, beta, PIECES, PRECISION, SIZE,
+        E, F, BITS, BE, BF, BB, BLOCK,
     )  # fmt: skip
 
 
 @launched
 def hash_and_read(
     x, x_b, x_h, x_n, x_c, codes, partial, state, out, out_b, out_h, out_n, out_c,
-    support, mean, sigma, weight, scales, ratios, floor, n, heads, state_parts, parts, span, beta,
+    support, mean, sigma, weight, floor, n, heads, state_parts, parts, span, beta,
     PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -225,7 +227,7 @@ def hash_and_read(
     size = state_size(SIZE, E, F)
     sums, ones, total, count = load_summed(
         partial + row * state_parts * size, state + row * size, state_parts, (part == 0) & (state_parts > 1),
-        scales, ratios, floor, head, PRECISION, SIZE, E, F, BE, BF,
+        floor, head, SIZE, E, F, BE, BF,
     )  # fmt: skip
     samples, lengths, middle, mix, scale = load_functions(
         support, mean, sigma, weight, head, PLANES, D, M, BITS, BD, BM, BB
@@ -236,12 +238,8 @@ def hash_and_read(
     for start in range(first, tl.minimum(first + span, n), BLOCK):
         tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
         y = project(tokens, samples, lengths, middle, mix, scale, PLANES, PRECISION)
-        packed = pack(y, BITS, BB)
-        store_packed(codes + row * n, packed, start, n, BLOCK)
-        if SIZE == 0:
-            f = signs_of(y, BITS, BB).to(tl.bfloat16)
-        else:
-            f = group_values(packed, SIZE, HOPPER, F, BF)
+        store_packed(codes + row * n, pack(y, BITS, BB), start, n, BLOCK)
+        f = features_of(signs_of(y, BITS, BB).to(tl.bfloat16), SIZE, F, BITS, BF, BB)
         tile = read_tile(f, sums, ones, total, count, beta, PIECES, PRECISION, SIZE)
         tile *= marks(tokens, start + tl.arange(0, BLOCK) < n)[:, None]
         store_tile(out, tile, start, n, out_n, out_c, E, BE, BLOCK)
@@ -250,10 +248,10 @@ def hash_and_read(
 @launched
 def attend(
     x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n,
-    key_weight, key_weight_b, key_weight_h, key_weight_n, codes, state,
+    key_weight, key_weight_b, key_weight_h, key_weight_n, codes, state, table,
     out, out_b, out_h, out_n, out_c, support, mean, sigma, weight, scales, ratios, floor, n, heads, beta,
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr, HOPPER: tl.constexpr,
+    PLANES: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
@@ -265,7 +263,7 @@ def attend(
         x + batch * x_b + head * x_h, x_n, x_c, v + batch * v_b + head * v_h, v_n, v_c,
         mask + batch * mask_b, mask_n, key_weight + batch * key_weight_b + head * key_weight_h, key_weight_n,
         codes + row * n, 0, n, n, support, mean, sigma, weight, head,
-        MASKED, WEIGHTED, PIECES, PRECISION, PLANES, SIZE, HOPPER,
+        MASKED, WEIGHTED, PIECES, PRECISION, PLANES, SIZE,
         D, E, F, M, BITS, BD, BE, BF, BM, BB, BLOCK, WIDE,
     )  # fmt: skip
     state += row * state_size(SIZE, E, F)
@@ -273,10 +271,12 @@ def attend(
     # Codes and buckets go through memory to the threads that read them.
     tl.debug_barrier()
     if SIZE > 0:
-        sums, ones, total, count = load_summed(
-            state, state, 1, False, scales, ratios, floor, head, PRECISION, SIZE, E, F, BE, BF
-        )
+        table += row * state_size(SIZE, E, F)
+        mix_all(state, table, table, scales, ratios, head, True, False, SIZE, E, F, BF)
+        tl.debug_barrier()
+        sums, ones, total, count = load_summed(table, state, 1, False, floor, head, SIZE, E, F, BE, BF)
     read_tiles(
         codes + row * n, out + batch * out_b + head * out_h, out_n, out_c, 0, n, n,
-        sums, ones, total, count, beta, PIECES, PRECISION, SIZE, HOPPER, E, F, BE, BF, BLOCK,
+        sums, ones, total, count, beta, PIECES, PRECISION, SIZE,
+        E, F, BITS, BE, BF, BB, BLOCK,
     )  # fmt: skip

@@ -1,13 +1,12 @@
 # mypy: ignore-errors
 """Features of a code, and the affinity of groups of bits: see `ecoformer.affinity`.
 
-SIZE is the number of bits of a group. 0 stands for the paper's affinity, whose F features are the bits themselves
-as ±1. Otherwise there is a feature for each of the 2^SIZE values of every group: 1 for the value that a
-code has, 0 for the others. A state then has F rows, the *buckets*, and queries read the *table*, the
-buckets mixed by scale * ratio^(number of differing bits).
+SIZE is the number of bits of a group. 0 stands for the paper's affinity, whose F features are the bits
+themselves as ±1. Otherwise there is a feature for each of the 2^SIZE values of every group: 1 for the value that
+a code has, 0 for the others. A state then has F rows, the *buckets*, and queries read the *table*, the buckets
+mixed by scale * ratio^(number of differing bits).
 
-BF is F rounded up to a power of two of at least 16. Mixing stays within a group, so matrices that mix are
-kept as BF / BS blocks of BS x BS numbers.
+BF is F rounded up to a power of two of at least 16. Mixing stays within a group, thus within BS rows.
 """
 
 from __future__ import annotations
@@ -15,81 +14,96 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ecoformer.backends.triton.hashing import INTERPRETED, NARROWEST, dot, plain_dot, product, unpack
+from ecoformer.backends.triton.hashing import (
+    INTERPRETED,
+    NARROWEST,
+    dot,
+    launched,
+    load_packed,
+    plain_dot,
+    product,
+    unpack,
+)
+
+MIX, WALSH, SLOPE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def digits(packed, SIZE: tl.constexpr, F: tl.constexpr, BF: tl.constexpr, TURNED: tl.constexpr = False):
-    """The value of each feature's group, (BLOCK, BF), or (BF, BLOCK) if TURNED."""
-    shifts = tl.arange(0, BF) // (1 << SIZE) * SIZE
-    if (F >> SIZE) * SIZE <= 32:
-        wide = packed.to(tl.int32)
-    else:
-        wide = packed.to(tl.int64)
-        shifts = shifts.to(tl.int64)
-    if TURNED:
-        values = wide[None, :] >> shifts[:, None]
-    else:
-        values = wide[:, None] >> shifts[None, :]
-    return values.to(tl.int32) & ((1 << SIZE) - 1)
-
-
-@triton.jit
-def group_values(
-    packed, SIZE: tl.constexpr, HOPPER: tl.constexpr, F: tl.constexpr, BF: tl.constexpr,
-    HALF: tl.constexpr = False, TURNED: tl.constexpr = False,
-):  # fmt: skip
-    """1 where a code has a feature's value, else 0, in bf16 (fp16 if HALF): (BLOCK, BF), turned (BF, BLOCK)."""
-    column = tl.arange(0, BF)
-    wanted = column & ((1 << SIZE) - 1)
-    if F < BF:
-        wanted = tl.where(column < F, wanted, 0x3FFF)
-    found = digits(packed, SIZE, F, BF, TURNED)
-    if TURNED:
-        wanted = tl.broadcast_to(wanted[:, None], found.shape)
-    else:
-        wanted = tl.broadcast_to(wanted[None, :], found.shape)
-    # One instruction compares two pairs of 16-bit numbers and gives two ones or zeros. The bit 14 makes normal
-    # numbers of them.
-    if INTERPRETED or not (HALF or HOPPER):
-        ones = (found == wanted).to(tl.float32)
-        ones = ones.to(tl.float16) if HALF else ones.to(tl.bfloat16)
+def positive_part(x, HALF: tl.constexpr):
+    """max(x, 0) in bf16, or in fp16 if HALF: one instruction for two numbers."""
+    if INTERPRETED:
+        result = tl.maximum(x, 0.0).to(tl.float16 if HALF else tl.bfloat16)
     elif HALF:
-        ones = tl.inline_asm_elementwise(
-            "set.eq.f16x2.f16x2 $0, $1, $2;", "=r,r,r",
-            [(found | 0x4000).to(tl.int16), (wanted | 0x4000).to(tl.int16)],
-            dtype=tl.float16, is_pure=True, pack=2,
-        )  # fmt: skip
+        result = tl.inline_asm_elementwise(
+            "cvt.rn.relu.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.float16, is_pure=True, pack=2
+        )
     else:
-        ones = tl.inline_asm_elementwise(
-            "set.eq.bf16x2.bf16x2 $0, $1, $2;", "=r,r,r",
-            [(found | 0x4000).to(tl.int16), (wanted | 0x4000).to(tl.int16)],
-            dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
-    return ones
+        result = tl.inline_asm_elementwise(
+            "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    return result
 
 
 @triton.jit
-def features_of(packed, SIZE: tl.constexpr, HOPPER: tl.constexpr, F: tl.constexpr, BF: tl.constexpr):
-    """Features of packed codes (BLOCK, BF) in bf16."""
+def patterns(SIZE: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr):
+    """The bits ±1 of each feature's value (BB, BF) in bf16, zero for the bits of other groups."""
+    bit, feature = tl.arange(0, BB)[:, None], tl.arange(0, BF)[None, :]
+    own = (bit // SIZE == feature // (1 << SIZE)) & (bit < BITS) & (feature < F)
+    signs = tl.where((feature >> (bit % SIZE)) & 1 != 0, 1.0, -1.0)
+    return tl.where(own, signs, 0.0).to(tl.bfloat16)
+
+
+@triton.jit
+def features_of(
+    h, SIZE: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr
+):
+    """Features (BLOCK, BF) of codes ±1 (BLOCK, BB), both in bf16.
+
+    A product counts the bits of a group that agree with a value, less those that do not: SIZE if all do.
+    """
     if SIZE == 0:
-        features = unpack(packed, F, BF)
+        features = h
     else:
-        features = group_values(packed, SIZE, HOPPER, F, BF)
+        missing = tl.full((h.shape[0], BF), 1.0 - SIZE, tl.float32)
+        features = positive_part(plain_dot(h, patterns(SIZE, F, BITS, BF, BB), "ieee", missing), False)
     return features
 
 
 @triton.jit
-def tall_product(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr):
-    """`a` (BF, BLOCK) in bf16 or fp16, times `b` of any dtype. WIDE: by four warps or more, where 64 rows would
+def turned_features(
+    h, HALF: tl.constexpr, WIDE: tl.constexpr,
+    SIZE: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
+    """The same (BF, BLOCK) for groups of bits, in fp16 if HALF. WIDE: see `tall_product`."""
+    missing = tl.full((BF, h.shape[0]), 1.0 - SIZE, tl.float32)
+    turned = tl.trans(patterns(SIZE, F, BITS, BF, BB))
+    return positive_part(tall_product(turned, tl.trans(h), 1, "ieee", WIDE, missing), HALF)
+
+
+@triton.jit
+def load_features(
+    codes, start, n,
+    SIZE: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Codes of a tile as ±1 in bf16, and their features."""
+    h = unpack(load_packed(codes, start, n, BLOCK), BITS, BB)
+    return h, features_of(h, SIZE, F, BITS, BF, BB)
+
+
+@triton.jit
+def tall_product(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, onto=None):
+    """`a` (BF, BLOCK) in bf16 or fp16, times `b` of any dtype, plus `onto`. WIDE: by four warps or more, where 64 rows would
     become a `wgmma`, see `configs`; they go in groups of 32."""
     if WIDE and a.shape[0] >= 64:
         stacks: tl.constexpr = a.shape[0] // 32
         stacked = tl.reshape(a, (stacks, 32, a.shape[1]))
         repeated = tl.broadcast_to(b[None, :, :], (stacks, b.shape[0], b.shape[1]))
         result = tl.reshape(product(stacked, repeated, PIECES, PRECISION), (a.shape[0], b.shape[1]))
+        if onto is not None:
+            result += onto
     else:
-        result = product(a, b, PIECES, PRECISION)
+        result = product(a, b, PIECES, PRECISION, onto)
     return result
 
 
@@ -106,26 +120,22 @@ def column_of(columns):
     return tl.sum(columns, axis=1) * (1.0 / NARROWEST)
 
 
-MIX, WALSH, SLOPE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-
-
 @triton.jit
 def mixing(
-    scales, ratios, head, KIND: tl.constexpr, SIZE: tl.constexpr, F: tl.constexpr, BF: tl.constexpr,
-    BLOCKS: tl.constexpr, BS: tl.constexpr,
-):  # fmt: skip
-    """scale * ratio^(differing bits) for pairs of a group's values: (BLOCKS, BS, BS).
+    scales, ratios, head, first, KIND: tl.constexpr, SIZE: tl.constexpr, F: tl.constexpr, BS: tl.constexpr
+):
+    """scale * ratio^(differing bits) for pairs of a group's values, rows first ... first + BS: (BS, BS).
 
     KIND WALSH: row S gives the coefficient of the product of the bits in S instead of what the value S reads.
     KIND SLOPE: the derivative by ratio.
     """
-    row = tl.arange(0, BLOCKS)[:, None] * BS + tl.arange(0, BS)[None, :]
+    row = first + tl.arange(0, BS)
     group = row // (1 << SIZE)
     place = head * (F >> SIZE) + group
-    scale = tl.load(scales + place, mask=row < F, other=0.0)[:, :, None]
-    ratio = tl.load(ratios + place, mask=row < F, other=0.0)[:, :, None]
-    rows, columns = row[:, :, None], row[:, None, :]
-    matrix = tl.where(group[:, :, None] == columns // (1 << SIZE), scale, 0.0)
+    scale = tl.load(scales + place, mask=row < F, other=0.0)[:, None]
+    ratio = tl.load(ratios + place, mask=row < F, other=0.0)[:, None]
+    rows, columns = row[:, None], row[None, :]
+    matrix = tl.where(group[:, None] == columns // (1 << SIZE), scale, 0.0)
     slope = matrix * 0.0
     for bit in tl.static_range(SIZE):
         if KIND == WALSH:
@@ -142,96 +152,101 @@ def mixing(
 
 
 @triton.jit
-def load_buckets(
-    base, parts, E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BLOCKS: tl.constexpr, BS: tl.constexpr
-):
-    """Buckets of values (BLOCKS, BS, BE) and of weights (BLOCKS, BS), added up over `parts` of them."""
-    row = tl.arange(0, BLOCKS)[:, None] * BS + tl.arange(0, BS)[None, :]
-    channel = tl.arange(0, BE)
-    places = base + row[:, :, None] * (E + 1) + channel[None, None, :]
-    inside = (row < F)[:, :, None] & (channel < E)[None, None, :]
-    sums = tl.load(places, mask=inside, other=0.0)
-    ones = tl.load(base + row * (E + 1) + E, mask=row < F, other=0.0)
-    for part in range(1, parts):
-        sums += tl.load(places + part * (F * (E + 1)), mask=inside, other=0.0)
-        ones += tl.load(base + part * (F * (E + 1)) + row * (E + 1) + E, mask=row < F, other=0.0)
-    return sums, ones
-
-
-@triton.jit
-def store_buckets(base, sums, ones, E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr):
-    """The inverse of `load_buckets`."""
-    BLOCKS: tl.constexpr = sums.shape[0]
-    BS: tl.constexpr = sums.shape[1]
-    row = tl.arange(0, BLOCKS)[:, None] * BS + tl.arange(0, BS)[None, :]
-    channel = tl.arange(0, BE)
-    inside = (row < F)[:, :, None] & (channel < E)[None, None, :]
-    tl.store(base + row[:, :, None] * (E + 1) + channel[None, None, :], sums, mask=inside)
-    tl.store(base + row * (E + 1) + E, ones, mask=row < F)
-
-
-@triton.jit
-def mixed(
-    sums, ones, scales, ratios, head, KIND: tl.constexpr, PRECISION: tl.constexpr,
-    SIZE: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
+def mix_rows(
+    partial, parts, state, mixed, walsh, scales, ratios, head, first, column,
+    KEEP: tl.constexpr, MIXED: tl.constexpr, WALSHED: tl.constexpr,
+    SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
+    BS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """What codes read of buckets of values (BF, BE) and of weights (BF,), or coefficients of that: `mixing`."""
-    BLOCKS: tl.constexpr = sums.shape[0]
-    BS: tl.constexpr = sums.shape[1]
-    matrix = mixing(scales, ratios, head, KIND, SIZE, F, BF, BLOCKS, BS)
-    table = tl.reshape(plain_dot(matrix, sums, PRECISION), (BF, BE))
-    return table, tl.reshape(tl.sum(matrix * ones[:, None, :], axis=2), (BF,))
+    """Add up `parts` of rows first ... first + BS and COLUMNS columns of buckets, and mix them.
 
-
-@triton.jit
-def load_table(
-    base, parts, scales, ratios, floor, head, PRECISION: tl.constexpr,
-    SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
-):  # fmt: skip
-    """The table (BF, BE) and (BF,), the smallest denominator, and the sum of the keys' weights.
-
-    Also the buckets themselves.
+    Stores the sum if KEEP, what it gives mixed if MIXED, and coefficients of that if WALSHED.
     """
+    rows, columns = first + tl.arange(0, BS)[:, None], column + tl.arange(0, COLUMNS)[None, :]
+    inside, places = (rows < F) & (columns <= E), rows * (E + 1) + columns
+    if PARTS == 1:
+        total = tl.load(partial + places, mask=inside, other=0.0)
+    else:
+        total = tl.zeros((BS, COLUMNS), tl.float32)
+        for start in range(0, parts, PARTS):
+            part = start + tl.arange(0, PARTS)[:, None, None]
+            found = (part < parts) & inside[None, :, :]
+            total += tl.sum(tl.load(partial + part * (F * (E + 1)) + places[None, :, :], mask=found, other=0.0), axis=0)
+    if KEEP:
+        tl.store(state + places, total, mask=inside)
+    if MIXED:
+        matrix = mixing(scales, ratios, head, first, MIX, SIZE, F, BS)
+        tl.store(mixed + places, dot(matrix, total, "ieee"), mask=inside)
+    if WALSHED:
+        matrix = mixing(scales, ratios, head, first, WALSH, SIZE, F, BS)
+        tl.store(walsh + places, dot(matrix, total, "ieee"), mask=inside)
+
+
+@triton.jit
+def mix_all(
+    base, mixed, walsh, scales, ratios, head, MIXED: tl.constexpr, WALSHED: tl.constexpr,
+    SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """Mix the buckets of a head, by one program."""
     BS: tl.constexpr = 16 if SIZE < 4 else 1 << SIZE
-    sums, ones = load_buckets(base, parts, E, F, BE, BF // BS, BS)
-    table, below = mixed(sums, ones, scales, ratios, head, MIX, PRECISION, SIZE, F, BE, BF)
-    # Every key is in one bucket of the first group.
-    row = tl.arange(0, BF // BS)[:, None] * BS + tl.arange(0, BS)[None, :]
-    count = tl.sum(tl.sum(tl.where(row < (1 << SIZE), ones, 0.0), axis=1), axis=0)
-    return table, below, tl.load(floor + head) * count, count, sums, ones
+    for first in range(0, F, BS):
+        for column in range(0, E + 1, 16):
+            mix_rows(
+                base, 1, base, mixed, walsh, scales, ratios, head, first, column,
+                False, MIXED, WALSHED, SIZE, E, F, BS, 16, 1,
+            )  # fmt: skip
+
+
+@launched
+def mix_parts(
+    partial, state, mixed, walsh, other, other_walsh, scales, ratios, heads, parts,
+    KEEP: tl.constexpr, WALSHED: tl.constexpr, OTHER: tl.constexpr,
+    SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One program adds up and mixes BS rows and 16 columns of a head; if OTHER also coefficients of `other`."""
+    stretches = tl.cdiv(E + 1, 16)
+    blocks = tl.cdiv(F, BS)
+    row = (tl.program_id(0) // (stretches * blocks)).to(tl.int64)
+    first = tl.program_id(0) // stretches % blocks * BS
+    column = tl.program_id(0) % stretches * 16
+    place = row * (F * (E + 1))
+    head = row % heads
+    mix_rows(
+        partial + place * parts, parts, state + place, mixed + place, walsh + place,
+        scales, ratios, head, first, column, KEEP, True, WALSHED, SIZE, E, F, BS, 16, PARTS,
+    )  # fmt: skip
+    if OTHER:
+        mix_rows(
+            other + place, 1, other, other, other_walsh + place,
+            scales, ratios, head, first, column, False, False, True, SIZE, E, F, BS, 16, 1,
+        )  # fmt: skip
+
+
+@triton.jit
+def smallest(base, floor, head, SIZE: tl.constexpr, E: tl.constexpr):
+    """The smallest denominator of a head, and the sum of its keys' weights, from buckets.
+
+    Every key is in one bucket of the first group.
+    """
+    count = tl.sum(tl.load(base + tl.arange(0, 1 << SIZE) * (E + 1) + E), axis=0)
+    return tl.load(floor + head) * count, count
 
 
 @triton.jit
 def to_bits(
-    to_features, packed, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+    to_features, h, PIECES: tl.constexpr, PRECISION: tl.constexpr,
     SIZE: tl.constexpr, F: tl.constexpr, BF: tl.constexpr, BITS: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the bits (BLOCK, BB), half the difference between a bit's two values.
 
-    `to_features` are coefficients of products of bits, as `mixing` of KIND WALSH makes them. The derivative by a
-    bit is the sum of those terms that contain it, times the bit.
+    `to_features` are coefficients of products of bits, as `mixing` of KIND WALSH makes them. The derivative by
+    a bit is the sum of those terms that contain it, times the bit.
     """
-    column = tl.arange(0, BF)
-    subset = column & ((1 << SIZE) - 1)
-    zeros = digits(packed, SIZE, F, BF) ^ ((1 << SIZE) - 1)
-    # The term is negative where an odd number of the subset's bits is zero.
-    if SIZE <= 5:
-        # Bit z of a subset's word says so for the zeros z.
-        words = tl.zeros((BF,), tl.int32)
-        for z in tl.static_range(1 << SIZE):
-            both = subset & z
-            both ^= both >> 4
-            both ^= both >> 2
-            words |= ((both ^ (both >> 1)) & 1) << z
-        sign = (words[None, :] >> zeros) << 31
-    else:
-        both = subset[None, :] & zeros
-        both ^= both >> 4
-        both ^= both >> 2
-        sign = (both ^ (both >> 1)) << 31
+    members = tl.where(patterns(SIZE, F, BITS, BF, BB).to(tl.float32) > 0, 1.0, 0.0)
+    # The product of a subset's bits is negative where an odd number of them is -1. A product counts these on top
+    # of 2^16, which leaves the last bit of the count seven places from the end.
+    counts = tl.broadcast_to((65536.0 + 0.5 * tl.sum(members, axis=0))[None, :], to_features.shape)
+    counts = plain_dot(h, (-0.5 * members).to(tl.bfloat16), "ieee", counts)
+    sign = (counts.to(tl.int32, bitcast=True) << 24) & -2147483648
     terms = (to_features.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
-    bit = tl.arange(0, BB)[None, :]
-    contained = (subset[:, None] >> (bit % SIZE)) & 1 != 0
-    contained = contained & (bit // SIZE == (column // (1 << SIZE))[:, None])
-    member = tl.where(contained & (column < F)[:, None], 1.0, 0.0).to(tl.bfloat16)
-    return product(terms, member, PIECES, PRECISION) * unpack(packed, BITS, BB).to(tl.float32)
+    return product(terms, tl.trans(members.to(tl.bfloat16)), PIECES, PRECISION) * h.to(tl.float32)

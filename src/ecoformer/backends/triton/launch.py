@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from ecoformer.backends.fused import FusedCall, Functions, empty_out
-from ecoformer.backends.triton import causal, plans
+from ecoformer.backends.triton import causal, groups, plans
 from ecoformer.backends.triton import forward as ahead
 from ecoformer.backends.triton import state as states
 from ecoformer.backends.triton.configs import (
     Config,
     Sizes,
     Step,
-    capability,
     causal_config,
     choose,
     padded,
@@ -124,11 +123,10 @@ class Launches(Plan):
         self.masked = {"MASKED": mask is not None, **self.weighted}
         whole = self.beta.is_integer() and self.beta >= 0 and self.bits + self.beta <= 256
         self.whole = {"WHOLE": whole}
-        self._sizes = _sizes(call)
+        self._sizes, self.grouped = _sizes(call), call.scale is not None
         size, features, channels = _group_size(call), _features(call), v.shape[-1]
-        hopper = self.device.type == "cuda" and capability(self.device) >= (9, 0)
         shape = {"E": channels, "F": features, "BE": padded(channels), "BF": padded(features)}
-        self.reading = {"SIZE": size, "HOPPER": hopper, **shape}
+        self.reading = {"SIZE": size, "BITS": self.bits, "BB": padded(self.bits), **shape}
 
     def hashing(self, functions: Hashing) -> dict[str, int]:
         """Constants of a kernel that hashes by these functions."""
@@ -182,6 +180,27 @@ class Launches(Plan):
         )  # fmt: skip
         return out, 1
 
+    def mix_parts(
+        self,
+        partial: Place,
+        parts: int,
+        mixed: Place,
+        state: Place | None = None,
+        walsh: Place | None = None,
+        other: tuple[Place, Place] | None = None,
+    ) -> None:
+        """Add up partial states in `state` and mix them, also to coefficients `walsh`; `other`: of a state, too."""
+        size, features = self.reading["SIZE"], self.reading["F"]
+        rows = max(16, 1 << size)
+        programs = self.rows * _ceiling(features, rows) * _ceiling(self.state_shape[1], 16)
+        places = (partial, state or mixed, mixed, walsh or mixed, *(other or (mixed, mixed)))
+        flags = {"KEEP": state is not None, "WALSHED": walsh is not None, "OTHER": other is not None}
+        sizes = {"SIZE": size, "E": self.reading["E"], "F": features, "BS": rows}
+        self.launch(
+            groups.mix_parts, programs, nothing_smaller, *places, *self.levels[:2], self.heads, parts,
+            **flags, **sizes, PARTS=8 if parts > 1 else 1, num_warps=2 if rows == 16 else 4,
+        )  # fmt: skip
+
     def running_sums(self, entries: Place, blocks: int, reverse: bool) -> None:
         """Running sums over blocks, in place."""
         programs = self.rows * _ceiling(self.width, 64)
@@ -223,7 +242,8 @@ def _rooms(call: FusedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         state = (_ceiling(q.shape[2], config.block * config.stride) + 1, *state)
     tokens = [q] if call.shared_codes else [q, q if call.k is None else call.k]
     codes = [(tuple(x.shape[:3]), _code_dtype(call.bits)) for x in tokens]
-    return [*codes, ((*v.shape[:2], *state), torch.float32)]
+    states = [((*v.shape[:2], *state), torch.float32)]
+    return [*codes, *(states if call.scale is None or call.causal else 2 * states)]
 
 
 def kept(call: FusedCall, /) -> list[Tensor]:
@@ -248,10 +268,13 @@ class _Forward(Launches):
         self.out = cast(Place, self.places[TENSORS])
         room = self.output if keep else self.room
         self.saved = [room(shape, dtype) for shape, dtype in _rooms(call)]
+        self.codes = self.saved[: 1 if self.shared else 2]
+        # Without groups of bits there is no table, and kernels never look at it.
+        self.state, self.table = self.saved[len(self.codes)], self.saved[-1]
         if self.causal:
             self._causal()
         elif self.shared and self.config("gather", self.q).per_sm == 0:
-            self._attend(*self.saved)
+            self._attend()
         else:
             self._two_passes()
 
@@ -259,35 +282,39 @@ class _Forward(Launches):
         """Tokens that are keys, and what belongs to them."""
         return [x, *x.strides, self.v, *self.v.strides, *self.mask, *self.key_weight]
 
-    def _attend(self, codes: Place, state: Place) -> None:
+    def _attend(self) -> None:
         q, out = self.q, self.out
         config = self.config("gather", q)
         self.launch(
             ahead.attend, self.rows, self.smaller("gather", q, config),
-            *self._keys(q), codes, state, out, *out.strides,
+            *self._keys(q), self.codes[0], self.state, self.table, out, *out.strides,
             *self.functions.tensors, *self.levels, q.shape[2], self.heads, self.beta,
             **self.masked, **self.exact, **self.hashing(self.functions), **self.tall(config),
         )  # fmt: skip
 
     def _two_passes(self) -> None:
-        q, out, saved = self.q, self.out, self.saved
-        partial, parts = self._gather(self.k, saved[-2], saved[-1])
+        q, out, state = self.q, self.out, self.state
+        partial, parts = self._gather(self.k, self.codes[-1], state)
         step: Step = "read" if self.shared else "gather"
-        partial, parts = self.add_parts(partial, parts, saved[-1], step, q)
+        if self.grouped:
+            self.mix_parts(partial, parts, self.table, state)
+            partial, parts = self.table, 1
+        else:
+            partial, parts = self.add_parts(partial, parts, state, step, q)
         config = self.config(step, q)
         stretches, span = self.stretches(config, q.shape[2])
         grid, options = (self.rows * stretches, self.smaller(step, q, config)), self.options(config)
-        sizes = (*self.levels, q.shape[2], self.heads, parts, stretches, span, self.beta)
+        sizes = (self.levels[2], q.shape[2], self.heads, parts, stretches, span, self.beta)
         if self.shared:
             self.launch(
                 ahead.read, *grid,
-                saved[0], partial, saved[-1], out, *out.strides, *sizes,
+                self.codes[0], partial, state, out, *out.strides, *sizes,
                 **self.exact, **self.reading, **options,
             )  # fmt: skip
         else:
             self.launch(
                 ahead.hash_and_read, *grid,
-                q, *q.strides, saved[0], partial, saved[-1], out, *out.strides,
+                q, *q.strides, self.codes[0], partial, state, out, *out.strides,
                 *self.functions.tensors, *sizes,
                 **self.exact, **self.hashing(self.functions), **options,
             )  # fmt: skip
@@ -306,7 +333,7 @@ class _Forward(Launches):
         return partial, parts
 
     def _causal(self) -> None:
-        q, out, codes, key_codes, running = self.q, self.out, self.saved[0], self.saved[-2], self.saved[-1]
+        q, out, (codes, *_, key_codes), running = self.q, self.out, 2 * self.codes, self.state
         stretches, sizes = running.shape[2] - 1, self.in_order()
         grid, counts = (self.rows * stretches, nothing_smaller), (q.shape[2], self.heads, stretches)
         self.launch(

@@ -28,7 +28,7 @@ def backward(call: FusedCall, grad: Tensor, saved: list[Tensor], needs: Needs, /
     key = ("backward", needs, grad.stride(), grad.dtype, key_of(call))
     with on(call.v.device):
         plan, outputs = plans.run(key, lambda: _Backward(call, tensors, needs), tensors)
-        return plan.gradients(outputs, call, saved[-1])
+        return plan.gradients(outputs, call, saved[1 if call.shared_codes else 2])
 
 
 class _Backward(Launches):
@@ -37,7 +37,8 @@ class _Backward(Launches):
     def __init__(self, call: FusedCall, tensors: Tensors, needs: Needs) -> None:
         super().__init__(call, tensors)
         grad, *saved = (x for x in self.places[TENSORS:] if x is not None)
-        self.grad, self.saved = grad, saved
+        self.grad, self.codes = grad, saved[: 1 if self.shared else 2]
+        self.state, self.table = saved[len(self.codes)], saved[-1]
         self.for_q, self.for_k, self.for_v, self.for_key_weight, *weights, for_scale, for_ratio = needs
         # Queries and keys of one set of hash functions share the gradient of its weight.
         apart = call.key_functions is not None
@@ -89,28 +90,25 @@ class _Backward(Launches):
 
     def _shared(self, q: Place) -> None:
         """A token's code as a query is its code as a key."""
-        codes, state = self.saved
         if self.config("gather_grad", q).per_sm == 0:
             self._attend_back(q)
         else:
-            to_state = self._gather_grad(q, codes, state, q)
-            self.to_q = self._token_grad(q, codes, *to_state, True, True)
+            self.to_q = self._token_grad(q, self.codes[0], *self._gather_grad(q, q), True, True)
 
     def _cross(self, q: Place, k: Place) -> None:
         """Queries and keys have codes of their own."""
-        codes_q, codes_k, state = self.saved
-        to_state = self._gather_grad(q, codes_q, state, k)
+        to_state = self._gather_grad(q, k)
         if any(self._for_keys()):
-            self.to_k = self._token_grad(k, codes_k, *to_state, False, True)
+            self.to_k = self._token_grad(k, self.codes[1], *to_state, False, True)
         if self.for_q or self.for_weight:
-            self.to_q = self._token_grad(q, codes_q, state, 1, True, False)
+            self.to_q = self._token_grad(q, self.codes[0], *to_state, True, False)
 
     def _for_keys(self) -> tuple[bool, ...]:
         for_tokens = self.for_k if self.own_keys else self.for_q
         return for_tokens, self.for_key_hash, self.for_v, self.for_key_weight
 
     def _causal(self) -> None:
-        codes, key_codes, running = self.saved[0], self.saved[-2], self.saved[-1]
+        (codes, *_, key_codes), running = 2 * self.codes, self.state
         stretches, sizes = running.shape[2] - 1, self.in_order()
         shared, partial = {"SHARED": self.shared}, self.room(running.shape)
         counts = (self.q.shape[2], self.heads, stretches, self.beta)
@@ -146,18 +144,23 @@ class _Backward(Launches):
         if self.for_q or self.for_weight or self.for_levels:
             self.to_q = token_grad(self.q, True, False)
 
-    def _gather_grad(self, q: Place, codes: Place, state: Place, keys: Place) -> tuple[Place, int]:
-        """Partial gradients of the state for the keys' gradients, and how many there are."""
+    def _gather_grad(self, q: Place, keys: Place) -> tuple[Place, Place, Place, int]:
+        """What `token_grad` loads: for queries, for keys and for values, and how many parts to add up."""
         config = self.config("gather_grad", q)
         parts, span = self.stretches(config, q.shape[2])
         partial = self._to_state(parts)
         self.launch(
             kernels.gather_grad, self.rows * parts, self.smaller("gather_grad", q, config),
-            self.grad, *self.grad.strides, codes, self.reads, state, partial, *self.levels,
-            q.shape[2], self.heads, parts, span, self.beta,
+            self.grad, *self.grad.strides, self.codes[0], self.reads, self.state, self.table, partial,
+            self.levels[2], q.shape[2], self.heads, parts, span, self.beta,
             **self.weighted, **self.exact, **self.reading, **self.tall(config),
         )  # fmt: skip
-        return self.add_parts(partial, parts, self.room(state.shape), "token_grad", keys)
+        if self.grouped:
+            to_buckets, walsh, state_walsh = (self.state_room(self.rows) for _ in range(3))
+            self.mix_parts(partial, parts, to_buckets, walsh=walsh, other=(self.state, state_walsh))
+            return state_walsh, walsh, to_buckets, 1
+        added, parts = self.add_parts(partial, parts, self.room(self.state.shape), "token_grad", keys)
+        return self.state, added, added, parts
 
     def _to_state(self, parts: int) -> Place:
         """Memory for partial gradients of the state, which the gradients of the affinity need too."""
@@ -167,7 +170,15 @@ class _Backward(Launches):
         return self.to_table
 
     def _token_grad(
-        self, x: Place, codes: Place, to_state: Place, grad_parts: int, queries: bool, keys: bool
+        self,
+        x: Place,
+        codes: Place,
+        state: Place,
+        to_state: Place,
+        to_buckets: Place,
+        grad_parts: int,
+        queries: bool,
+        keys: bool,
     ) -> Place | None:
         config = self.config("token_grad", x)
         parts, span = self.stretches(config, x.shape[2])
@@ -175,8 +186,8 @@ class _Backward(Launches):
         to_x, weights, flags = self._memory_for(x, functions, parts, queries, keys)
         self.launch(
             kernels.token_grad, self.rows * parts, self.smaller("token_grad", x, config),
-            *self._inputs(x), codes, self.reads, self.saved[-1], to_state, *self._targets(to_x, weights),
-            *functions.tensors, *self.levels[:2], x.shape[2], self.heads, grad_parts, parts, span,
+            *self._inputs(x), codes, self.reads, state, to_state, to_buckets, *self._targets(to_x, weights),
+            *functions.tensors, x.shape[2], self.heads, grad_parts, parts, span,
             SINGLE=span == config.block, QUERIES=queries, KEYS=keys, **flags,
             **self.masked, **self._precisions(x), **self.hashing(functions), **self.options(config),
         )  # fmt: skip
@@ -185,9 +196,10 @@ class _Backward(Launches):
     def _attend_back(self, q: Place) -> None:
         self.to_q, weights, flags = self._memory_for(q, self.functions, 1, True, True)
         config = self.config("gather_grad", q)
+        mixed = [self.state_room(self.rows) for _ in range(3)] if self.grouped else [self.state] * 3
         self.launch(
             kernels.attend_back, self.rows, self.smaller("gather_grad", q, config),
-            *self._inputs(q), self.saved[0], self.reads, self.saved[1], self._to_state(1),
+            *self._inputs(q), self.codes[0], self.reads, self.state, self.table, self._to_state(1), *mixed,
             *self._targets(self.to_q, weights), *self.functions.tensors, *self.levels,
             q.shape[2], self.heads, self.beta,
             **flags, **self.masked, **self._precisions(q), **self.hashing(self.functions),
