@@ -22,6 +22,7 @@ from ecoformer.backends.triton.groups import (
     tall_sums,
     to_bits,
     turned_features,
+    turned_multiples,
 )
 from ecoformer.backends.triton.hashing import (
     NARROWEST,
@@ -91,17 +92,31 @@ def gather_grad_tiles(
             if WEIGHTED:
                 to_counts += e
         else:
-            below = row_sums(f, ones, 3, PRECISION)
+            below = row_sums(f, ones, 2 if PIECES == 1 else 3, PRECISION)
             inverse = reciprocal(tl.where(count == 0, 1.0, tl.maximum(below, total)))
             inverse = tl.where(count == 0, 0.0, inverse)
-            a = tile.to(tl.float32) * inverse[:, None]
-            e = -tl.sum(a * product(f, sums, PIECES, PRECISION), axis=1) * inverse
+            e = -tl.sum(tile.to(tl.float32) * product(f, sums, PIECES, PRECISION), axis=1) * inverse
             # A denominator at its floor depends on nothing.
             e = tl.where(below < total, 0.0, e)
-            store_reads(reads, inverse, e, start, n, BLOCK)
-            turned = turned_features(h, False, WIDE, SIZE, F, BITS, BF, BB)
-            to_sums += tall_product(turned, a, PIECES, PRECISION, WIDE)
-            to_ones += tall_sums(turned, e, PIECES, PRECISION, WIDE)
+            store_reads(reads, inverse, e * inverse, start, n, BLOCK)
+            if tile.dtype == tl.bfloat16:
+                # One over below_t goes in with the features, in one or two pieces.
+                high = inverse.to(tl.bfloat16).to(tl.float32)
+                if PIECES > 1:
+                    high = (inverse.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+                turned = turned_multiples(h, high, WIDE, SIZE, F, BITS, BF, BB)
+                to_sums = tall_product(turned, tile, PIECES, PRECISION, WIDE, to_sums)
+                to_ones = tall_sums(turned, e, PIECES, PRECISION, WIDE, to_ones)
+                if PIECES > 1:
+                    low = (inverse - high).to(tl.bfloat16).to(tl.float32)
+                    turned = turned_multiples(h, low, WIDE, SIZE, F, BITS, BF, BB)
+                    to_sums = tall_product(turned, tile, PIECES, PRECISION, WIDE, to_sums)
+                    to_ones = tall_sums(turned, e, 1, PRECISION, WIDE, to_ones)
+            else:
+                turned = turned_features(h, False, WIDE, SIZE, F, BITS, BF, BB)
+                a = tile.to(tl.float32) * inverse[:, None]
+                to_sums = tall_product(turned, a, PIECES, PRECISION, WIDE, to_sums)
+                to_ones = tall_sums(turned, e * inverse, PIECES, PRECISION, WIDE, to_ones)
     if SIZE == 0:
         to_total = beta * 0.0625 * tl.sum(to_totals, axis=0)
         return to_sums, tl.sum(to_ones, axis=0), to_total, beta * tl.sum(to_counts, axis=0)
@@ -150,11 +165,6 @@ def token_grad_tile(
     h, f = load_features(codes, start, n, SIZE, F, BITS, BF, BB, BLOCK)
     to_features = tl.zeros((BLOCK, BF), tl.float32)
     to_mix = tl.zeros((BM, BB), tl.float32)
-    if QUERIES and TOKENS:
-        tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
-        inverse, e = load_reads(reads, start, n, BLOCK)
-        to_features = product(tile, tl.trans(as_query), PIECES, PRECISION) * inverse[:, None]
-        to_features += e[:, None] * as_query_ones[None, :]
     if KEYS:
         keys = load_keys(mask, mask_n, start, n, MASKED, BLOCK)
         if WEIGHTED:
@@ -162,12 +172,12 @@ def token_grad_tile(
         if TOKENS or KEY_WEIGHT:
             values = load_tile(v, start, n, v_n, v_c, E, BE, BLOCK)
         if TOKENS:
-            more = product(values, tl.trans(as_key), PIECES, PRECISION) + as_key_ones[None, :]
+            to_features = tl.broadcast_to(as_key_ones[None, :], (BLOCK, BF))
+            to_features = product(values, tl.trans(as_key), PIECES, PRECISION, to_features)
             if WEIGHTED:
-                more *= weights[:, None]
+                to_features *= weights[:, None]
             if MASKED or WEIGHT:
-                more = tl.where(keys[:, None], more, 0.0)
-            to_features += more
+                to_features = tl.where(keys[:, None], to_features, 0.0)
         if VALUES or KEY_WEIGHT:
             tile = product(f, to_sums, PIECES, PRECISION)
             if SIZE == 0:
@@ -187,6 +197,11 @@ def token_grad_tile(
                     tile *= weights[:, None]
                 store_tile(to_v, tile, start, n, E, 1, E, BE, BLOCK)
     if TOKENS:
+        if QUERIES:
+            tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
+            inverse, e = load_reads(reads, start, n, BLOCK)
+            to_features += e[:, None] * as_query_ones[None, :]
+            to_features += product(tile, tl.trans(as_query), PIECES, PRECISION) * inverse[:, None]
         if SIZE == 0:
             to_codes = to_features
         else:

@@ -239,8 +239,10 @@ def causal_read(
             support, mean, sigma, weight, head, PLANES, D, M, BITS, BD, BM, BB
         )
     first = stretch * (STRIDE * BLOCK)
-    last = first + 1 if STRIDE == 1 else tl.minimum(first + STRIDE * BLOCK, n)
-    for start in range(first, last, BLOCK):
+    # One block is a loop that the compiler leaves out.
+    blocks = 1 if STRIDE == 1 else tl.cdiv(tl.minimum(STRIDE * BLOCK, n - first), BLOCK)
+    for block in range(0, blocks):
+        start = first + block * BLOCK
         keys, weights, values = load_values(
             v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, start, n, MASKED, WEIGHTED, E, BE, BLOCK
         )
@@ -294,8 +296,10 @@ def causal_gather_grad(
     to_ones = tl.zeros((BF,), tl.float32)
     to_total, to_count = tl.zeros((BE,), tl.float32), 0.0
     first = stretch * (STRIDE * BLOCK)
-    last = first + 1 if STRIDE == 1 else tl.minimum(first + STRIDE * BLOCK, n)
-    for start in range(first, last, BLOCK):
+    # One block is a loop that the compiler leaves out.
+    blocks = 1 if STRIDE == 1 else tl.cdiv(tl.minimum(STRIDE * BLOCK, n - first), BLOCK)
+    for block in range(0, blocks):
+        start = first + block * BLOCK
         keys, weights, values = load_values(
             v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, start, n, MASKED, WEIGHTED, E, BE, BLOCK
         )
@@ -320,7 +324,7 @@ def causal_gather_grad(
             to_count += beta * tl.sum(e, axis=0)
         else:
             turned = turned_features(h_q, False, WIDE, SIZE, F, BITS, BF, BB)
-            to_sums += tall_product(turned, a, PIECES, PRECISION, WIDE)
+            to_sums = tall_product(turned, a, PIECES, PRECISION, WIDE, to_sums)
             to_ones += column_of(tall_sums(turned, e, PIECES, PRECISION, WIDE))
         if STRIDE > 1:
             more, more_ones = key_sums(
@@ -335,10 +339,11 @@ def causal_gather_grad(
 def causal_token_grad(
     grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c,
     mask, mask_b, mask_n, key_weight, key_weight_b, key_weight_h, key_weight_n, codes, key_codes,
-    states, partial, reads, to_x, to_v, to_key_weight, to_weight, to_levels,
+    states, partial, reads, to_x, to_v, to_key_weight, to_weight, to_levels, to_bit,
     support, mean, sigma, weight, scales, ratios, n, heads, stretches, beta,
     SHARED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
     VALUES: tl.constexpr, WEIGHT: tl.constexpr, KEY_WEIGHT: tl.constexpr, LEVELS: tl.constexpr,
+    STORED: tl.constexpr, ADDED: tl.constexpr,
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
     PLANES: tl.constexpr, SIZE: tl.constexpr,
@@ -346,9 +351,11 @@ def causal_token_grad(
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     STRIDE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a stretch's tokens (QUERIES, KEYS or both) and of values and weights, last block first.
+    """Gradients of a stretch's tokens (QUERIES, KEYS or both), and of values and weights.
 
-    They come from the state before a block, from tokens after it, and from the block itself.
+    They come from the state before a block, from tokens after it, and from the block itself. Several blocks of
+    queries go from first to last, those of keys from last to first; so where queries are the keys, what they
+    get as queries goes by `to_bit` through memory: STORED, then ADDED.
     """
     row = (tl.program_id(0) // stretches).to(tl.int64)
     stretch = tl.program_id(0) % stretches
@@ -356,9 +363,9 @@ def causal_token_grad(
     size = state_size(SIZE, E, F)
     place = (row * (stretches + 1) + stretch) * size
     to_sums, to_ones, to_total, to_count = load_running(partial + place + size, SIZE, E, F, BE, BF)
-    if QUERIES and (TOKENS or LEVELS):
-        # Of several blocks the last one comes first, and the state before it is the one after it without it.
-        sums, ones, _, _ = load_running(states + place + (0 if STRIDE == 1 else size), SIZE, E, F, BE, BF)
+    # Of several blocks, what does not change is loaded before all; of one, where it is used.
+    if STRIDE > 1 and QUERIES:
+        sums, ones, _, _ = load_running(states + place, SIZE, E, F, BE, BF)
     grad += batch * grad_b + head * grad_h
     v += batch * v_b + head * v_h
     mask += batch * mask_b
@@ -366,7 +373,7 @@ def causal_token_grad(
     matrix = load_mixing(scales, ratios, head, MIX, SIZE, F, BF)
     walsh = load_mixing(scales, ratios, head, WALSH, SIZE, F, BF)
     slope = load_mixing(scales, ratios, head, SLOPE, SIZE, F, BF)
-    if TOKENS:
+    if STRIDE > 1 and TOKENS and not STORED:
         samples, lengths, middle, mix, scale = load_functions(
             support, mean, sigma, weight, head, PLANES, D, M, BITS, BD, BM, BB
         )
@@ -375,20 +382,22 @@ def causal_token_grad(
     first = stretch * (STRIDE * BLOCK)
     blocks = 1 if STRIDE == 1 else tl.cdiv(tl.minimum(STRIDE * BLOCK, n - first), BLOCK)
     for block in range(0, blocks):
-        start = first + (blocks - 1 - block) * BLOCK
+        start = first + (blocks - 1 - block if KEYS else block) * BLOCK
         inverse, e = load_reads(reads + row * n * 2, start, n, BLOCK)
         tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
         a = tile.to(tl.float32) * inverse[:, None]
-        keys, weights, values = load_values(
-            v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, start, n, MASKED, WEIGHTED, E, BE, BLOCK
-        )
+        keys = load_keys(mask, mask_n, start, n, MASKED, BLOCK)
+        if KEY_WEIGHT or STRIDE > 1:
+            keys, weights, values = load_values(
+                v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, start, n, MASKED, WEIGHTED, E, BE, BLOCK
+            )
         h, f = load_features(key_codes + row * n, start, n, SIZE, F, BITS, BF, BB, BLOCK)
         h_q, f_q = h, f
         if not SHARED:
             h_q, f_q = load_features(codes + row * n, start, n, SIZE, F, BITS, BF, BB, BLOCK)
         g_q = mixed_features(f_q, matrix, PIECES, PRECISION, SIZE)
         w, seen = pairs(g_q, f, keys, beta, PIECES, PRECISION, SIZE, BLOCK)
-        if TOKENS or KEY_WEIGHT or LEVELS:
+        if KEY_WEIGHT:
             to_pairs = product(a, tl.trans(values), PIECES, PRECISION) + e[:, None]
             to_pairs = tl.where(seen, to_pairs, 0.0)
         if KEYS and (VALUES or KEY_WEIGHT):
@@ -406,9 +415,16 @@ def causal_token_grad(
             if VALUES:
                 to_values = grad_product(tl.trans(w), a, GRAD_PRECISION) + later
                 if WEIGHTED:
-                    to_values *= weights[:, None]
+                    to_values *= load_weights(key_weight, key_weight_n, start, keys, BLOCK)[:, None]
                 to_values = tl.where(keys[:, None], to_values, 0.0)
                 store_tile(to_v + row * n * E, to_values, start, n, E, 1, E, BE, BLOCK)
+        if (TOKENS or LEVELS) and not KEY_WEIGHT:
+            if STRIDE == 1:
+                keys, weights, values = load_values(
+                    v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, start, n, MASKED, WEIGHTED, E, BE, BLOCK
+                )
+            to_pairs = product(a, tl.trans(values), PIECES, PRECISION) + e[:, None]
+            to_pairs = tl.where(seen, to_pairs, 0.0)
         to_features = tl.zeros((BLOCK, BF), tl.float32)
         if KEYS and TOKENS:
             to_features = product(values, tl.trans(to_sums), PIECES, PRECISION) + to_ones[None, :]
@@ -417,14 +433,10 @@ def causal_token_grad(
                 to_features *= weights[:, None]
             to_features = tl.where(keys[:, None], to_features, 0.0)
         if QUERIES and (TOKENS or LEVELS):
-            if STRIDE > 1:
-                more, more_ones = key_sums(
-                    h, weights, values, WEIGHTED, PIECES, PRECISION, SIZE, F, BITS, BF, BB, WIDE
-                )
-                sums -= more
-                ones -= more_ones
             if WEIGHTED:
                 to_pairs *= weights[None, :]
+            if STRIDE == 1:
+                sums, ones, _, _ = load_running(states + place, SIZE, E, F, BE, BF)
             as_query = product(to_pairs, f, PIECES, PRECISION) + e[:, None] * ones[None, :]
             as_query += product(tile, tl.trans(sums), PIECES, PRECISION) * inverse[:, None]
             to_features += as_query
@@ -438,16 +450,31 @@ def causal_token_grad(
                 to_features = dot(to_features, tl.trans(walsh), PRECISION)
                 own = h_q if QUERIES else h
                 to_codes = to_bits(to_features, own, PIECES, PRECISION, SIZE, F, BF, BITS, BB)
+            if ADDED:
+                to_codes += load_tile(to_bit + row * n * BITS, start, n, BITS, 1, BITS, BB, BLOCK)
+            if STORED:
+                store_tile(to_bit + row * n * BITS, to_codes, start, n, BITS, 1, BITS, BB, BLOCK)
+        if TOKENS and not STORED:
             tokens = load_tile(x + batch * x_b + head * x_h, start, n, x_n, x_c, D, BD, BLOCK)
+            if STRIDE == 1:
+                samples, lengths, middle, mix, scale = load_functions(
+                    support, mean, sigma, weight, head, PLANES, D, M, BITS, BD, BM, BB
+                )
             to_tokens, features, to_y = project_back(
                 tokens, to_codes, samples, lengths, middle, mix, scale, PLANES, PRECISION, GRAD_PRECISION
             )
             store_tile(to_x + row * n * D, to_tokens, start, n, D, 1, D, BD, BLOCK)
             if WEIGHT:
                 to_mix += dot(features, to_y, PRECISION, None, True)
+        if STRIDE > 1 and QUERIES:
+            more, more_ones = key_sums(
+                h, weights, values, WEIGHTED, PIECES, PRECISION, SIZE, F, BITS, BF, BB, WIDE
+            )
+            sums += more
+            ones += more_ones
         if STRIDE > 1 and KEYS:
             turned = turned_features(h_q, False, WIDE, SIZE, F, BITS, BF, BB)
-            to_sums += tall_product(turned, a, PIECES, PRECISION, WIDE)
+            to_sums = tall_product(turned, a, PIECES, PRECISION, WIDE, to_sums)
             to_ones += column_of(tall_sums(turned, e, PIECES, PRECISION, WIDE))
     if WEIGHT:
         sample, bit = tl.arange(0, BM)[:, None], tl.arange(0, BB)[None, :]

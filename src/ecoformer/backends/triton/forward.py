@@ -85,10 +85,10 @@ def gather_tiles(
         else:
             half: tl.constexpr = values.dtype == tl.float16
             f = turned_features(h.to(tl.bfloat16), half, WIDE, SIZE, F, BITS, BF, BB)
-            sums += tall_product(f, values, PIECES, PRECISION, WIDE)
+            sums = tall_product(f, values, PIECES, PRECISION, WIDE, sums)
             if not WEIGHTED:
                 mark = mark.to(f.dtype)
-            ones += tall_sums(f, mark, 3, PRECISION, WIDE)
+            ones = tall_sums(f, mark, 3, PRECISION, WIDE, ones)
     if SIZE == 0:
         return sums, tl.sum(ones, axis=0), tl.sum(totals, axis=0) * 0.0625, tl.sum(counts, axis=0)
     else:

@@ -81,6 +81,18 @@ def turned_features(
 
 
 @triton.jit
+def turned_multiples(
+    h, factors, WIDE: tl.constexpr,
+    SIZE: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
+    """The same in bf16, times `factors` (BLOCK,), which are exact in bf16 and not negative."""
+    missing = tl.broadcast_to(((1.0 - SIZE) * factors)[None, :], (BF, h.shape[0]))
+    turned = tl.trans(patterns(SIZE, F, BITS, BF, BB))
+    multiples = (h.to(tl.float32) * factors[:, None]).to(tl.bfloat16)
+    return positive_part(tall_product(turned, tl.trans(multiples), 1, "ieee", WIDE, missing), False)
+
+
+@triton.jit
 def load_features(
     codes, start, n,
     SIZE: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
@@ -108,10 +120,10 @@ def tall_product(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.c
 
 
 @triton.jit
-def tall_sums(a, weights, PIECES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr):
-    """`a` (BF, BLOCK) times weights (BLOCK,): NARROWEST equal columns, of which `column_of` makes one."""
+def tall_sums(a, weights, PIECES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, onto=None):
+    """`a` (BF, BLOCK) times weights (BLOCK,), plus `onto`: NARROWEST equal columns, see `column_of`."""
     columns = tl.broadcast_to(weights[:, None], (weights.shape[0], NARROWEST))
-    return tall_product(a, columns, PIECES, PRECISION, WIDE)
+    return tall_product(a, columns, PIECES, PRECISION, WIDE, onto)
 
 
 @triton.jit
@@ -126,7 +138,8 @@ def mixing(
 ):
     """scale * ratio^(differing bits) for pairs of a group's values, rows first ... first + BS: (BS, BS).
 
-    KIND WALSH: row S gives the coefficient of the product of the bits in S instead of what the value S reads.
+    KIND WALSH: row S gives the coefficient of the product of the bits in S instead of what the value S reads,
+    with the sign that `to_bits` expects: turned around for two or three bits, and for six or seven.
     KIND SLOPE: the derivative by ratio.
     """
     row = first + tl.arange(0, BS)
@@ -137,8 +150,10 @@ def mixing(
     rows, columns = row[:, None], row[None, :]
     matrix = tl.where(group[:, None] == columns // (1 << SIZE), scale, 0.0)
     slope = matrix * 0.0
+    bits = tl.zeros_like(rows)
     for bit in tl.static_range(SIZE):
         if KIND == WALSH:
+            bits += (rows >> bit) & 1
             even, odd = 0.5 + 0.5 * ratio, 0.5 - 0.5 * ratio
             signed = tl.where((columns >> bit) & 1 != 0, odd, -odd)
             matrix *= tl.where((rows >> bit) & 1 != 0, signed, even)
@@ -146,6 +161,8 @@ def mixing(
             differ = ((rows ^ columns) >> bit) & 1 != 0
             slope = tl.where(differ, slope * ratio + matrix, slope)
             matrix *= tl.where(differ, ratio, 1.0)
+    if KIND == WALSH:
+        matrix = tl.where(bits & 2 != 0, -matrix, matrix)
     if KIND == SLOPE:
         matrix = slope
     return matrix
@@ -243,10 +260,10 @@ def to_bits(
     a bit is the sum of those terms that contain it, times the bit.
     """
     members = tl.where(patterns(SIZE, F, BITS, BF, BB).to(tl.float32) > 0, 1.0, 0.0)
-    # The product of a subset's bits is negative where an odd number of them is -1. A product counts these on top
-    # of 2^16, which leaves the last bit of the count seven places from the end.
-    counts = tl.broadcast_to((65536.0 + 0.5 * tl.sum(members, axis=0))[None, :], to_features.shape)
-    counts = plain_dot(h, (-0.5 * members).to(tl.bfloat16), "ieee", counts)
-    sign = (counts.to(tl.int32, bitcast=True) << 24) & -2147483648
+    # The product of a subset's bits is negative where an odd number of them is -1. Their sum shows that by its
+    # second bit, up to a sign that `mixing` has put into the coefficients. On top of 1.5 * 2^16 that is bit 8 of the number.
+    counts = tl.full(to_features.shape, 98304.0, tl.float32)
+    counts = plain_dot(h, members.to(tl.bfloat16), "ieee", counts)
+    sign = (counts.to(tl.int32, bitcast=True) << 23) & -2147483648
     terms = (to_features.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
     return product(terms, tl.trans(members.to(tl.bfloat16)), PIECES, PRECISION) * h.to(tl.float32)

@@ -45,6 +45,11 @@ class _Backward(Launches):
         self.for_weight, self.for_key_hash = weights if apart else (weights[0], weights[0])
         self.for_levels = for_scale or for_ratio
         self.own_keys = call.k is not None
+        # Gradients that are all rounded to bf16 in the end need no more on the way.
+        halves = all(x.dtype == torch.bfloat16 for x in (call.q, self.k, call.v, grad))
+        precise = any(weights) or self.for_levels or self.for_key_weight
+        if self.grouped and halves and not precise:
+            self.exact = {**self.exact, "PIECES": 1}
         self.reads = self.room((self.rows, self.q.shape[2], 2))
         self.to_v = self.output(self.v.shape, self.v.dtype) if self.for_v else None
         self.to_key_weight: Place | None = None
@@ -120,22 +125,30 @@ class _Backward(Launches):
         )  # fmt: skip
         self.running_sums(partial, stretches, True)
 
-        def token_grad(x: Place, queries: bool, keys: bool) -> Place | None:
+        def token_grad(x: Place, queries: bool, keys: bool, to_bit: Place | None = None) -> Place | None:
             functions = self.functions if queries else self.key_functions
-            to_x, weights, flags = self._memory_for(x, functions, stretches, queries, keys)
+            stored, added = to_bit is not None and queries, to_bit is not None and keys
+            to_x, weights, flags = self._memory_for(x, functions, 0 if stored else stretches, queries, keys)
             to_levels = None
             if queries and self.for_levels:
                 to_levels = self.to_levels = self.output((self.rows, stretches, 2, self.state_shape[0]))
             self.launch(
                 causal.causal_token_grad, self.rows * stretches, nothing_smaller,
                 *self._inputs(x), codes, key_codes, running, partial, self.reads,
-                *self._targets(to_x, weights), to_levels or self.v,
+                *self._targets(to_x, weights), to_levels or self.v, to_bit or self.v,
                 *functions.tensors, *self.levels[:2], *counts,
-                QUERIES=queries, KEYS=keys, LEVELS=to_levels is not None, **flags, **shared,
-                **self.masked, **self._precisions(x), **self.hashing(functions), **sizes,
+                QUERIES=queries, KEYS=keys, LEVELS=to_levels is not None, STORED=stored, ADDED=added,
+                **flags, **shared, **self.masked, **self._precisions(x), **self.hashing(functions), **sizes,
             )  # fmt: skip
             return to_x
 
+        if self.shared and sizes["STRIDE"] > 1:
+            tokens = self.for_q or self.for_weight
+            to_bit = self.room((*self.q.shape[:3], self.bits)) if tokens else None
+            if tokens or self.for_levels:
+                token_grad(self.q, True, False, to_bit)
+            self.to_q = token_grad(self.q, False, True, to_bit)
+            return
         if self.shared:
             self.to_q = token_grad(self.q, True, True)
             return
@@ -213,12 +226,16 @@ class _Backward(Launches):
     def _memory_for(
         self, x: Place, functions: Hashing, parts: int, queries: bool, keys: bool
     ) -> tuple[Place | None, Place | None, dict[str, bool]]:
-        """Memory for gradients of tokens and of the hash functions' weight, and what is to be computed."""
+        """Memory for gradients of tokens and of the hash functions' weight, and what is to be computed.
+
+        With no `parts` the tokens' own gradients are left to a later launch.
+        """
         for_tokens, for_key_hash, for_v, for_key_weight = self._for_keys()
         for_weight = self.for_weight if queries else for_key_hash
         tokens = for_weight or (self.for_q if queries else for_tokens)
-        to_x = self.output(x.shape, x.dtype) if tokens else None
+        to_x = self.output(x.shape, x.dtype) if tokens and parts else None
         weights = None
+        for_weight = for_weight and parts > 0
         if for_weight:
             weights = self.output((self.rows, parts, functions.constants["M"], self.bits))
             (self.weights if queries else self.key_weights).append(weights)
