@@ -33,9 +33,10 @@ def test_configurations_shrink_until_nothing_is_left(monkeypatch):
 @pytest.mark.parametrize("step", configs.STEPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 63, 512, 1 << 20])
-def test_defaults_are_legal(step, dtype, tokens):
+@pytest.mark.parametrize("features", [0, 64, 128])
+def test_defaults_are_legal(step, dtype, tokens, features):
     for dim, bits, support in ((16, 1, 1), (64, 16, 25), (128, 64, 64)):
-        config = configs.default(step, Sizes(8, tokens, dim, dim, support, bits, dtype))
+        config = configs.default(step, Sizes(8, tokens, dim, dim, support, bits, dtype, features))
         assert config.block in (16, 32, 64)
         assert not configs.has_async_products(config)
         assert config.per_sm > 0 or step in ("gather", "gather_grad")

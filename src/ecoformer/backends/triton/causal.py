@@ -29,6 +29,7 @@ from ecoformer.backends.triton.groups import (
 )
 from ecoformer.backends.triton.hashing import (
     dot,
+    float_product,
     grad_product,
     launched,
     load_functions,
@@ -184,7 +185,7 @@ def causal_tops(
         within = whole_product(w.to(tl.bfloat16), values, PIECES, PRECISION)
     else:
         within = product(w, values, PIECES, PRECISION)
-    above = within + product(g, sums, PIECES, PRECISION)
+    above = within + float_product(g, sums, PIECES, PRECISION)
     if SIZE == 0:
         above += (beta * total)[None, :]
     return above, tl.where(seen == 0, 0.0, 1.0 / tl.where(seen == 0, 1.0, below)), at_floor
@@ -371,8 +372,10 @@ def causal_token_grad(
     mask += batch * mask_b
     key_weight += batch * key_weight_b + head * key_weight_h
     matrix = load_mixing(scales, ratios, head, MIX, SIZE, F, BF)
-    walsh = load_mixing(scales, ratios, head, WALSH, SIZE, F, BF)
-    slope = load_mixing(scales, ratios, head, SLOPE, SIZE, F, BF)
+    if TOKENS:
+        walsh = load_mixing(scales, ratios, head, WALSH, SIZE, F, BF)
+    if LEVELS:
+        slope = load_mixing(scales, ratios, head, SLOPE, SIZE, F, BF)
     if STRIDE > 1 and TOKENS and not STORED:
         samples, lengths, middle, mix, scale = load_functions(
             support, mean, sigma, weight, head, PLANES, D, M, BITS, BD, BM, BB
@@ -402,7 +405,7 @@ def causal_token_grad(
             to_pairs = tl.where(seen, to_pairs, 0.0)
         if KEYS and (VALUES or KEY_WEIGHT):
             g = g_q if SHARED else mixed_features(f, matrix, PIECES, PRECISION, SIZE)
-            later = product(g, to_sums, PIECES, PRECISION)
+            later = float_product(g, to_sums, PIECES, PRECISION)
             if SIZE == 0:
                 later += to_total[None, :]
             if KEY_WEIGHT:
@@ -447,7 +450,7 @@ def causal_token_grad(
             if SIZE == 0:
                 to_codes = to_features
             else:
-                to_features = dot(to_features, tl.trans(walsh), PRECISION)
+                to_features = float_product(to_features, tl.trans(walsh), PIECES, PRECISION)
                 own = h_q if QUERIES else h
                 to_codes = to_bits(to_features, own, PIECES, PRECISION, SIZE, F, BF, BITS, BB)
             if ADDED:

@@ -21,8 +21,8 @@ SHORT, SHORTEST, FEW = 512, 128, 128
 there are fewer heads than this to keep a GPU busy."""
 MANY = 1 << 17
 """Tokens of all heads from which there is enough to do for programs of one warp."""
-LIGHT, HEAVY = 400, 1000
-"""Bytes of a token on the chip up to which one or two warps have room for it, and up to which four have."""
+LIGHT, LIGHT_GROUPS, HEAVY = 400, 500, 1000
+"""Bytes of a token on the chip up to which one or two warps suffice (with groups of bits), and up to which four."""
 
 
 def padded(width: int) -> int:
@@ -107,6 +107,8 @@ def reduce(step: Step, sizes: Sizes, config: Config) -> Config | None:
 
 def default(step: Step, sizes: Sizes) -> Config:
     """What was fastest on an H200: one or two warps a program; more for wide tokens, with smaller tiles."""
+    if sizes.features:
+        return _grouped(step, sizes)
     many = sizes.rows * sizes.tokens >= MANY
     short = sizes.tokens <= (SHORTEST if sizes.rows < FEW else SHORT)
     if sizes.bulk > LIGHT:
@@ -126,12 +128,34 @@ def default(step: Step, sizes: Sizes) -> Config:
     return config._replace(block=min(config.block, padded(sizes.tokens)))
 
 
+def _grouped(step: Step, sizes: Sizes) -> Config:
+    """The same for groups of bits, by the registers that the compiler reports: as many programs as fit at once."""
+    short = sizes.tokens <= (SHORTEST if sizes.rows < FEW else SHORT)
+    narrow = max(sizes.dim, sizes.value_dim) <= 32
+    if sizes.bulk > LIGHT_GROUPS:
+        config = Config(32, 4, 1, 4) if sizes.bulk <= HEAVY else Config(16, 8, 1, 4)
+        config = config._replace(per_sm=ONE_TILE) if step == "token_grad" else config
+    elif short and step in ("gather", "gather_grad"):
+        config = Config(32, 2, 2 if step == "gather" else 1, 0)
+    elif step == "gather":
+        config = Config(16, 1, 2, 7) if narrow else Config(32, 2, 2, 4)
+    elif step == "read":
+        config = Config(32, 1, 1, 8)
+    elif step == "gather_grad":
+        config = Config(32, 1, 3, 7) if narrow else Config(32, 2, 2, 4)
+    else:
+        config = Config(32, 2, 1, 3 if narrow else 4)
+    return config._replace(block=min(config.block, padded(sizes.tokens)))
+
+
 def causal_config(sizes: Sizes) -> Config:
     """For kernels in causal order; block and stride decide the shape of what the backward gets.
 
     A state of groups is four times as large as one of bits, and has a stretch four times as long.
     """
     if sizes.features:
+        if sizes.bulk <= LIGHT_GROUPS:
+            return Config(32, 2, 1, 0, 8)
         return Config(32, 4, 1, 0, 8) if sizes.bulk <= HEAVY else Config(16, 8, 1, 0, 16)
     if sizes.bulk <= LIGHT:
         return Config(64, 2, 1, 0)

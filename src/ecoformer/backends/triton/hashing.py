@@ -91,6 +91,19 @@ def product(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr, onto=None, TURN
 
 
 @triton.jit
+def float_product(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr):
+    """The same where both sides may be fp32: up to two pieces of each if that is enough, else with PRECISION."""
+    if a.dtype == tl.float32 and b.dtype == tl.float32 and PIECES < 3:
+        high = b.to(tl.bfloat16)
+        total = product(a, high, PIECES, PRECISION)
+        if PIECES == 2:
+            total = plain_dot(a.to(tl.bfloat16), (b - high.to(tl.float32)).to(tl.bfloat16), PRECISION, total)
+    else:
+        total = product(a, b, PIECES, PRECISION)
+    return total
+
+
+@triton.jit
 def whole_product(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr = False):
     """The product of small whole numbers `a` in bf16, which are exact in fp16 too, and values."""
     if b.dtype == tl.float16:
