@@ -122,4 +122,8 @@ def test_nothing_is_compiled_anew_for_a_count(kernel):
     numbers = {
         name for name in kernel.arg_names if name.islower() and not name.endswith(("_b", "_h", "_n", "_c"))
     }
-    assert numbers - {*COUNTS, *FLOATS, *HALVES, "codes", "key_codes", "beta", "parts_ptr"} <= {"n", "span", "width"}
+    assert numbers - {*COUNTS, *FLOATS, *HALVES, "codes", "key_codes", "beta", "parts_ptr"} <= {
+        "n",
+        "span",
+        "width",
+    }

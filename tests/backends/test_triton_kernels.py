@@ -5,12 +5,13 @@ All inputs are views without order in memory, in the middle of buffers full of N
 
 import os
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 
 from ecoformer import FitOptions, KernelHasher, eco_attention
-from ecoformer.affinity import Affinity
+from ecoformer.affinity import FLOOR, Affinity, group_values
 from ecoformer.backends import eager, fused
 from ecoformer.backends.hashing import HashFunctions, Hyperplanes, codes, project
 from ecoformer.functional import sign_ste, unpack_codes
@@ -52,6 +53,11 @@ class Case(NamedTuple):
     causal: bool = False
     batch: int = 2
     heads: int = 2
+    groups: int | None = None
+    apart: bool = False
+    """Keys have hash functions of their own."""
+    weighted: bool = False
+    planes: bool = False
     cancels: float = 1.0
     """How many times larger than the weight's gradient its terms are."""
 
@@ -68,12 +74,16 @@ def embedded(x):
 def draw_tokens(shape, functions, dtype, generator):
     """Tokens whose projections keep clear of 0 and ±1, where rounding decides about codes and gradients."""
     x = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    y = project(x.double(), HashFunctions(*(f.double() for f in functions))).abs()
+    y = torch.cat([project(x.double(), converted(f, torch.float64)) for f in functions], dim=-1).abs()
     clear = ((y > 1e-3) & ((y - 1).abs() > 1e-3)).all(dim=-1)
     for sample, good in zip(x.flatten(0, 1), clear.flatten(0, 1), strict=True):
         assert good.any()
         sample[~good] = sample[good][0]
     return x
+
+
+def converted(functions, *to):
+    return None if functions is None else type(functions)(*(f.to(*to) for f in functions))
 
 
 def make(case, dtype=torch.float32, seed=0):
@@ -85,49 +95,54 @@ def make(case, dtype=torch.float32, seed=0):
     def normal(*shape):
         return torch.randn(shape, generator=generator)
 
-    shape = (case.heads, case.support, case.dim)
-    functions = HashFunctions(
-        torch.nn.functional.normalize(normal(*shape), dim=-1),
-        0.2 + 0.2 * rand(*shape[:2]),
-        0.7 + 0.5 * rand(case.heads),
-        3 * normal(*shape[:2], case.bits) / case.support**0.5,
-    )
+    def draw_functions():
+        shape = (case.heads, case.support, case.dim)
+        if case.planes:
+            return Hyperplanes(2 * normal(case.heads, case.dim, case.bits))
+        return HashFunctions(
+            torch.nn.functional.normalize(normal(*shape), dim=-1),
+            0.2 + 0.2 * rand(*shape[:2]),
+            0.7 + 0.5 * rand(case.heads),
+            3 * normal(*shape[:2], case.bits) / case.support**0.5,
+        )
+
+    functions = draw_functions()
+    key_functions = draw_functions() if case.apart else None
+    both = [functions] if key_functions is None else [functions, key_functions]
     lead = (case.batch, case.heads)
-    q = draw_tokens((*lead, case.n, case.dim), functions, dtype, generator)
+    q = draw_tokens((*lead, case.n, case.dim), both, dtype, generator)
     n_k = case.n_k or case.n
-    k = None if case.n_k is None else draw_tokens((*lead, n_k, case.dim), functions, dtype, generator)
+    k = None if case.n_k is None else draw_tokens((*lead, n_k, case.dim), both, dtype, generator)
     v = normal(*lead, n_k, case.value_dim).to(dtype)
     mask = None
     if case.masked:
         mask = rand(case.batch, n_k) < 0.4
         mask[0] = True
         mask = mask.repeat_interleave(2, dim=1)[:, ::2]
+    key_weight = None
+    if case.weighted:
+        key_weight = (0.5 + rand(case.batch, n_k, case.heads)).transpose(1, 2).to(DEVICE)
     q, k, v = (None if x is None else embedded(x.to(DEVICE)) for x in (q, k, v))
-    functions = HashFunctions(*(f.to(DEVICE) for f in functions))
+    functions, key_functions = converted(functions, DEVICE), converted(key_functions, DEVICE)
     mask = None if mask is None else mask.to(DEVICE)
-    constant = Affinity.paper(case.bits).constant(case.bits)
-    tensors = (q, k, v, mask, None, functions, None, None, None, None)
+    constant, levels = Affinity.paper(case.bits).constant(case.bits), (None, None, None)
+    if case.groups is not None:
+        numbers = rand(2, case.heads, case.groups).to(DEVICE)
+        affinity = Affinity(case.groups, 0.3 + 0.6 * numbers[0], 0.5 + numbers[1])
+        levels, constant = (*affinity.levels(case.bits, numbers), FLOOR * affinity.total(numbers)), 0.0
+    tensors = (q, k, v, mask, key_weight, functions, key_functions, *levels)
     return fused.FusedCall(*tensors, constant, case.causal)
 
 
 def plain(call):
-    """Eager PyTorch with gradients: the same steps, in the dtype of the inputs."""
-    q, k, v, mask, functions = call.q, call.k, call.v, call.mask, call.functions
+    """Eager PyTorch with gradients, where fp64 stays fp64, and codes are of the tokens' dtype."""
 
-    def hashed(x):
-        wide = x if x.dtype == torch.float64 else x.float()
-        return sign_ste(project(wide, functions)).to(x.dtype)
+    def own_codes(x, functions):
+        wide = eager.accumulator(x.dtype)
+        return sign_ste(project(x.to(wide), functions)).to(x.dtype).to(wide)
 
-    hq = hashed(q)
-    hk = hq if k is None else hashed(k)
-    wide = None if mask is None else mask[:, None].expand(v.shape[:-1])
-    hq, hk = (h.to(eager.accumulator(v.dtype)) for h in (hq, hk))
-    weights = eager.Weights(None, call.constant, None)
-    if call.causal:
-        out = eager.causal(hq, hk, v, wide, None, None, weights, False, eager.causal_product)
-    else:
-        out = eager.read(hq, eager.sums(hk, v, wide, None), weights, None)
-    return out.to(v.dtype)
+    with mock.patch.object(fused, "codes", own_codes):
+        return fused.plain(call)
 
 
 def backward(kernels, call, grad, saved, needs):
@@ -140,14 +155,12 @@ def backward(kernels, call, grad, saved, needs):
 
 def leaves(call, dtype=None):
     """Inputs that can be differentiated, and the list of them."""
-
-    def leaf(x):
-        return None if x is None else x.detach().to(dtype or x.dtype).clone().requires_grad_()
-
-    functions = HashFunctions(*(f.to(dtype or f.dtype) for f in call.functions))
-    functions = functions._replace(weight=leaf(functions.weight))
-    copy = call._replace(q=leaf(call.q), k=leaf(call.k), v=leaf(call.v), functions=functions)
-    return copy, [x for x in (copy.q, copy.k, copy.v, functions.weight) if x is not None]
+    flat = list(call.flat())
+    for i, x in enumerate(flat[:16]):
+        if x is not None and x.dtype != torch.bool:
+            flat[i] = x.detach().to(dtype or x.dtype).clone()
+    copy = fused.FusedCall.of(*flat)
+    return copy, [x.requires_grad_() for x in copy.differentiable() if x is not None]
 
 
 def by_autograd(call, grad, dtype=None):
@@ -159,8 +172,8 @@ def by_autograd(call, grad, dtype=None):
 def by_kernels(kernels, call, grad):
     assert kernels.cannot(call, needs_grad=True) is None
     out, saved = kernels.forward(call)
-    needs = (True, call.k is not None, True, True)
-    found = backward(kernels, call, grad, saved, needs)
+    needs = tuple(x is not None for x in call.differentiable())
+    found = kernels.backward(call, grad, saved, needs)
     return [out, *(x for x in found if x is not None)]
 
 
@@ -174,17 +187,20 @@ def check(kernels, case, dtype=torch.float32):
     truth = by_autograd(call, grad, torch.float64)
     theirs = by_autograd(call, grad)
     ours = by_kernels(kernels, call, grad)
-    names = ("out", "q", *(("k",) if call.k is not None else ()), "v", "weight")
+    inputs = dict(zip(fused.DIFFERENTIABLE, call.differentiable(), strict=True))
+    names = ["out", *(name for name, x in inputs.items() if x is not None)]
     scale = max(float(x.norm()) for x in truth[1:])
     for name, x, y, true in zip(names, ours, theirs, truth, strict=True):
         assert x.shape == true.shape
-        assert name == "weight" or x.dtype == dtype
+        assert x.dtype == (inputs[name].dtype if name in inputs else dtype)
         assert x.isfinite().all(), name
         # Gradients that are zero but for rounding are judged by the size of the others.
         if float(true.norm()) < 1e-6 * scale:
             assert float(x.norm()) < 1e-5 * scale, name
         else:
-            rounding = 8 * torch.finfo(torch.float32).eps * (case.cancels if name == "weight" else 1.0)
+            rounding = 8 * torch.finfo(torch.float32).eps * (case.cancels if name == "hash weight" else 1.0)
+            if dtype != torch.float32 and x.dtype == torch.float32:
+                rounding = 2**-13  # of two pieces of 8 bits each
             assert error(x, true) <= 2 * error(y, true) + rounding, name
 
 
@@ -198,6 +214,13 @@ CASES = [
     Case(1, causal=True),
     Case(63, bits=8, causal=True, batch=1),
     Case(300, value_dim=40, masked=True, causal=True, batch=1),
+    Case(140, groups=4, heads=1, batch=1),
+    Case(40, groups=2, bits=8, masked=True, planes=True),
+    Case(20, groups=3, bits=9, n_k=30, apart=True, weighted=True, masked=True),
+    Case(40, apart=True, weighted=True, planes=True, batch=1),
+    Case(70, groups=8, causal=True, heads=1, batch=1),
+    Case(40, groups=2, bits=8, n_k=40, causal=True, apart=True, weighted=True, masked=True, heads=1),
+    Case(40, bits=8, causal=True, apart=True, weighted=True, heads=1, batch=1),
 ]
 THOROUGH = [
     Case(3137, batch=1),
@@ -209,6 +232,12 @@ THOROUGH = [
     Case(257, dim=128, value_dim=128, bits=64, support=64, causal=True, batch=1),
     Case(257, dim=128, value_dim=128, bits=64, support=64, n_k=129, batch=1),
     Case(500, bits=1, n_k=3137, batch=1),
+    Case(3137, dim=32, value_dim=32, groups=4, masked=True, batch=1),
+    Case(600, groups=4, causal=True, batch=1),
+    Case(600, dim=64, value_dim=64, groups=4, causal=True, apart=True, weighted=True, batch=1),
+    Case(200, dim=40, bits=12, groups=2, weighted=True, batch=1),
+    Case(200, dim=96, value_dim=128, bits=32, groups=8, planes=True, apart=True, batch=1),
+    Case(300, dim=128, value_dim=40, groups=16, n_k=200, batch=1),
 ]
 
 
@@ -218,13 +247,31 @@ def test_output_and_gradients(kernels, case):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("case", [CASES[1], CASES[5], CASES[7]._replace(n=130, heads=1)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASES[1],
+        CASES[5],
+        CASES[7]._replace(n=130, heads=1),
+        Case(40, bits=8, groups=2, weighted=True, batch=1),
+        Case(40, bits=8, groups=2, causal=True, heads=1, batch=1),
+    ],
+)
 def test_half_precision(kernels, case, dtype):
     check(kernels, case, dtype)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter cuts fp32 to bf16 where hardware rounds")
-@pytest.mark.parametrize("case", [Case(3137, dim=64, value_dim=64, masked=True), Case(1000, causal=True)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(3137, dim=64, value_dim=64, masked=True),
+        Case(1000, causal=True),
+        Case(3137, dim=64, value_dim=64, groups=4, masked=True),
+        Case(3137, dim=32, value_dim=32, groups=4, apart=True, weighted=True),
+        Case(1000, dim=32, value_dim=32, groups=4, causal=True),
+    ],
+)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_half_precision_of_long_sequences(kernels, case, dtype):
     check(kernels, case, dtype)
@@ -262,9 +309,30 @@ def test_gradients_have_the_dtypes_of_what_they_are_of(kernels, narrow, bits):
     assert out.dtype == call.v.dtype
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter cuts fp32 to bf16 where hardware rounds")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(196, dim=64, value_dim=64, groups=4, batch=8, heads=20),
+        Case(3137, dim=32, value_dim=32, groups=4),
+        Case(1000, dim=32, value_dim=32, groups=4, causal=True),
+    ],
+)
+def test_gradients_that_are_rounded_to_bf16(kernels, case):
+    """Where those of tokens and values alone are needed, they are computed with fewer pieces."""
+    call = make(case, torch.bfloat16)
+    grad = torch.randn(*call.q.shape[:3], case.value_dim).to(DEVICE, torch.bfloat16)
+    saved = kernels.forward(call)[1]
+    to_q, _, to_v, _ = backward(kernels, call, grad, saved, (True, False, True, False))
+    truth, theirs = by_autograd(call, grad, torch.float64), by_autograd(call, grad)
+    for i, x in ((1, to_q), (2, to_v)):
+        assert error(x, truth[i]) <= 2 * error(theirs[i], truth[i])
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="natively `test_half_precision` tests it")
-def test_bf16_by_the_interpreter(kernels):
-    call = make(Case(40, bits=8), torch.bfloat16)
+@pytest.mark.parametrize("groups", [None, 2])
+def test_bf16_by_the_interpreter(kernels, groups):
+    call = make(Case(40, bits=8, groups=groups), torch.bfloat16)
     grad = torch.randn(2, 2, 40, 16).bfloat16()
     for x, true in zip(by_kernels(kernels, call, grad), by_autograd(call, grad, torch.float64), strict=True):
         assert error(x, true) < 2**-6  # it cuts fp32 to bf16 where hardware rounds
@@ -341,7 +409,16 @@ CHANGES = {
     "dtype of q": lambda call, grad: (call._replace(q=call.q.half()), grad),
     "causal": lambda call, grad: (call._replace(causal=True), grad),
     "keys": lambda call, grad: (call._replace(k=call.q.flip(2)), grad),
+    "hash functions of keys": lambda call, grad: (call._replace(key_functions=call.functions), grad),
+    "weights of keys": lambda call, grad: (call._replace(key_weight=call.v[..., 0].abs() + 1), grad),
+    "groups": lambda call, grad: (grouped(call, 4), grad),
 }
+
+
+def grouped(call, groups, beta=0.6):
+    affinity, like = Affinity(groups, torch.full((call.v.shape[1], groups), beta)), call.functions.weight
+    scale, ratio = affinity.levels(call.bits, like)
+    return call._replace(scale=scale, ratio=ratio, floor=FLOOR * affinity.total(like), constant=0.0)
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -365,6 +442,27 @@ def test_precision_of_the_hash_functions_may_change(kernels, monkeypatch):
     assert launch.key_of(call) != before
 
 
+@pytest.mark.parametrize("n", [40, 150])
+def test_buckets_of_whole_numbers_are_exact(kernels, n):
+    call = make(Case(n, bits=8, groups=2, heads=1))
+    values = torch.randint(-1000, 1001, call.v.shape, device=DEVICE).float()
+    state = kernels.forward(call._replace(v=values))[1][1]
+    f = group_values(codes(call.q, call.functions), 2)
+    assert torch.equal(state, eager.sums(f.double(), values.double(), None, None)[..., :-1, :].float())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_denominators_have_a_floor(kernels, causal):
+    """With ratio 0 a query reads the keys of its own value; where there is none, nothing."""
+    call = grouped(make(Case(40, bits=6, causal=causal, apart=True, heads=1)), 1, 1.0)
+    grad = torch.randn(2, 1, 40, 16).to(DEVICE)
+    ours, truth = by_kernels(kernels, call, grad), by_autograd(call, grad, torch.float64)
+    assert not truth[0].any(dim=-1).all()
+    for x, true in zip(ours[:4], truth[:4], strict=True):
+        assert x.isfinite().all()
+        assert error(x, true) < 1e-5
+
+
 def test_codes_and_sums_of_whole_numbers_are_exact(kernels):
     call = make(Case(200, bits=16))
     values = torch.randint(-1000, 1001, call.v.shape, device=DEVICE).float()
@@ -372,7 +470,7 @@ def test_codes_and_sums_of_whole_numbers_are_exact(kernels):
     h = codes(call.q, call.functions)
     assert packed.dtype == torch.int16
     assert torch.equal(unpack_codes(packed), h)
-    assert torch.equal(state, eager.sums(h.double(), values.double(), None, 16).float())
+    assert torch.equal(state, eager.sums(h.double(), values.double(), None, None).float())
 
 
 @pytest.mark.parametrize(("bits", "dtype"), [(1, torch.int16), (17, torch.int32), (64, torch.int64)])
@@ -394,6 +492,8 @@ WIDE_CAUSAL = Case(140, dim=64, value_dim=64, bits=24, causal=True, heads=1, bat
         (Case(300, causal=True), torch.float32),
         (Case(40, masked=True), torch.float32),
         (WIDE_CAUSAL, torch.bfloat16),
+        (Case(20, bits=8, groups=2, apart=True), torch.float32),
+        (Case(40, bits=8, groups=2, causal=True), torch.float32),
     ],
 )
 def test_room_is_as_announced(kernels, case, dtype):
@@ -405,12 +505,13 @@ def test_room_is_as_announced(kernels, case, dtype):
 
 @pytest.mark.parametrize("what", ["q", "v"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_nan_stays_in_its_sample(kernels, what, causal):
-    call = make(Case(80, causal=causal, batch=3, heads=1))
+@pytest.mark.parametrize("groups", [None, 2])
+def test_nan_stays_in_its_sample(kernels, what, causal, groups):
+    call = make(Case(80, bits=8, groups=groups, causal=causal, batch=3, heads=1))
     grad = torch.randn(3, 1, 80, 16).to(DEVICE)
-    clean = by_kernels(kernels, call, grad)[:-1]
+    clean = by_kernels(kernels, call, grad)[:3]
     getattr(call, what)[1, :, 70] = torch.nan
-    spoilt = by_kernels(kernels, call, grad)[:-1]
+    spoilt = by_kernels(kernels, call, grad)[:3]
     assert spoilt[0][1, :, 70:].isnan().all()
     for x, y in zip(clean, spoilt, strict=True):
         assert torch.equal(x[::2], y[::2])
@@ -493,7 +594,16 @@ def test_a_bias_that_is_no_whole_number(kernels):
         assert error(x, true) < 2e-6
 
 
-@pytest.mark.parametrize("case", [Case(40, masked=True), Case(20, n_k=30), Case(40, causal=True)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(40, masked=True),
+        Case(20, n_k=30),
+        Case(40, causal=True),
+        Case(20, bits=8, groups=2, apart=True, weighted=True),
+        Case(20, bits=8, groups=2, causal=True, planes=True),
+    ],
+)
 def test_as_a_registered_operator(kernels, case):
     call = make(case)
     grad = torch.randn(*call.q.shape[:3], case.value_dim).to(DEVICE)
@@ -529,8 +639,14 @@ def test_what_it_cannot_do(kernels, monkeypatch):
         return kernels.cannot(call._replace(**changes), needs_grad=False)
 
     assert reason() is None
-    assert "causal" in reason(causal=True)
-    assert "hyperplanes" in reason(functions=Hyperplanes(torch.zeros(2, 16, 16)))
+    assert "as many keys" in reason(causal=True)
+    assert reason(functions=Hyperplanes(torch.zeros(2, 16, 16))) is None
+    levels = [torch.zeros(2, 2, device=DEVICE)] * 2
+    assert "groups" in reason(scale=levels[0], ratio=levels[1])
+    few = torch.zeros(2, 4, device=DEVICE)
+    assert reason(scale=few, ratio=few) is None
+    q = torch.zeros(2, 2, 30, 128, device=DEVICE)
+    assert "causal" in reason(scale=few, ratio=few, q=q, k=None, v=q, causal=True)
     assert "fp32" in reason(q=call.q.double())
     assert "channels" in reason(v=torch.zeros(2, 2, 30, 129, device=DEVICE))
     wide = call.functions._replace(weight=torch.zeros(2, 25, 65, device=DEVICE))

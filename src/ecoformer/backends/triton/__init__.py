@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from ecoformer.backends.fused import DTYPES, FusedCall, Functions, HashFunctions
-from ecoformer.backends.triton.configs import capability
+from ecoformer.backends.fused import DTYPES, Functions, FusedCall, HashFunctions
+from ecoformer.backends.triton.configs import HEAVY, capability
 from ecoformer.backends.triton.hashing import INTERPRETED, VERSION
-from ecoformer.backends.triton.launch import forward, kept
+from ecoformer.backends.triton.launch import forward, kept, sizes_of
 from ecoformer.backends.triton.launch_backward import backward
 
 __all__ = ["backward", "cannot", "forward", "kept"]
@@ -39,6 +39,8 @@ def cannot(call: FusedCall, *, needs_grad: bool) -> str | None:
         features = call.groups << call.bits // call.groups
         if features > (_CAUSAL_FEATURES if call.causal else _FEATURES):
             return "its states do not hold so many values of groups of bits"
+        if call.causal and sizes_of(call).bulk > HEAVY:
+            return "in causal order groups of bits of such wide heads do not fit on the chip"
     if call.causal and k is not None and k.shape[2] != q.shape[2]:
         return "in causal order it takes as many keys as queries"
     if needs_grad and q.shape[2] > _LONGEST:

@@ -55,7 +55,8 @@ from ecoformer.backends.triton.state import (
 def gather_grad_tiles(
     grad, grad_n, grad_c, codes, reads, first, last, n, sums, ones, total, count, beta,
     WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr,
-    E: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr,
+    BE: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the state from queries first ... last of a head; stores one over below_t, and e_t.
@@ -161,7 +162,7 @@ def token_grad_tile(
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile's tokens (QUERIES, KEYS or both), values and weights; returns `weight`'s (BM, BB)."""
+    """Gradients of a tile's tokens (QUERIES, KEYS or both), values and weights; returns the hash weight's."""
     h, f = load_features(codes, start, n, SIZE, F, BITS, BF, BB, BLOCK)
     to_features = tl.zeros((BLOCK, BF), tl.float32)
     to_mix = tl.zeros((BM, BB), tl.float32)
@@ -269,7 +270,8 @@ def gather_grad(
     grad, grad_b, grad_h, grad_n, grad_c, codes, reads, state, table, partial, floor,
     n, heads, parts, span, beta,
     WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr,
-    E: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr,
+    BE: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program sums the state's gradient over one of `parts` stretches of a head."""
@@ -293,8 +295,8 @@ def gather_grad(
 @launched
 def token_grad(
     grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c,
-    mask, mask_b, mask_n, key_weight, key_weight_b, key_weight_h, key_weight_n, codes, reads, state, partial, to_buckets,
-    to_x, to_v, to_key_weight, to_weight, support, mean, sigma, weight,
+    mask, mask_b, mask_n, key_weight, key_weight_b, key_weight_h, key_weight_n, codes, reads,
+    state, partial, to_buckets, to_x, to_v, to_key_weight, to_weight, support, mean, sigma, weight,
     n, heads, grad_parts, parts, span,
     SINGLE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
     VALUES: tl.constexpr, WEIGHT: tl.constexpr, KEY_WEIGHT: tl.constexpr,

@@ -84,7 +84,9 @@ def causal_gather(
 
 
 @triton.jit
-def load_running(base, SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr):
+def load_running(
+    base, SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr
+):
     """A state: sums of f v^T (BF, BE) and of f (BF,), without groups of v (BE,) and the count too."""
     if SIZE == 0:
         sums, ones, total, count = load_state(base, E, F, BE, BF)
@@ -116,10 +118,9 @@ def load_values(
     values = load_tile(v, start, n, v_n, v_c, E, BE, BLOCK)
     if MASKED:
         values = tl.where(keys[:, None], values, 0.0)
+    weights = keys.to(tl.float32)
     if WEIGHTED:
         weights = load_weights(key_weight, key_weight_n, start, keys, BLOCK)
-    else:
-        weights = keys.to(tl.float32)
     return keys, weights, values
 
 
@@ -147,10 +148,9 @@ def pairs(
     """w_ts of a block (BLOCK, BLOCK), zero where s is no key or comes after t."""
     rows = tl.arange(0, BLOCK)
     seen = (rows[:, None] >= rows[None, :]) & keys[None, :]
+    w = product(g, tl.trans(f), PIECES, PRECISION)
     if SIZE == 0:
-        w = dot(g, tl.trans(f), "ieee") + beta
-    else:
-        w = product(g, tl.trans(f), PIECES, PRECISION)
+        w += beta
     return tl.where(seen, w, 0.0), seen
 
 
@@ -169,10 +169,7 @@ def causal_tops(
     if SIZE > 0:
         count = tl.sum(tl.where(tl.arange(0, BF) < (1 << SIZE), ones, 0.0), axis=0)
     seen = count + tl.cumsum(weights, axis=0)
-    if WEIGHTED:
-        below = tl.sum(w * weights[None, :], axis=1)
-    else:
-        below = tl.sum(w, axis=1)
+    below = tl.sum(w * weights[None, :] if WEIGHTED else w, axis=1)
     below += tl.sum(g.to(tl.float32) * ones[None, :], axis=1)
     if SIZE == 0:
         below += beta * count
@@ -257,7 +254,7 @@ def causal_read(
             store_packed(codes + row * n, pack(y, BITS, BB), start, n, BLOCK)
             f_q = features_of(signs_of(y, BITS, BB).to(tl.bfloat16), SIZE, F, BITS, BF, BB)
             mark = marked + 0.0 * marks(tokens, start + tl.arange(0, BLOCK) < n)
-        above, inverse, at_floor = causal_tops(
+        above, inverse, _at_floor = causal_tops(
             mixed_features(f_q, matrix, PIECES, PRECISION, SIZE), f, keys, weights, values,
             sums, ones, total, count, beta, least, WHOLE, WEIGHTED, PIECES, PRECISION, SIZE, BF, BLOCK,
         )  # fmt: skip
@@ -278,7 +275,8 @@ def causal_gather_grad(
     scales, ratios, floor, n, heads, stretches, beta,
     SHARED: tl.constexpr, WHOLE: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr,
-    E: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr,
+    BE: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
     STRIDE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """A stretch's share in the gradient of the states before it; also one over each denominator, and e_t."""
@@ -354,9 +352,9 @@ def causal_token_grad(
 ):  # fmt: skip
     """Gradients of a stretch's tokens (QUERIES, KEYS or both), and of values and weights.
 
-    They come from the state before a block, from tokens after it, and from the block itself. Several blocks of
-    queries go from first to last, those of keys from last to first; so where queries are the keys, what they
-    get as queries goes by `to_bit` through memory: STORED, then ADDED.
+    They come from the state before a block, from tokens after it, and from the block itself. Several blocks
+    of queries go from first to last, those of keys from last to first; so where queries are the keys, what
+    they get as queries goes through memory in `to_bit`: STORED, then ADDED.
     """
     row = (tl.program_id(0) // stretches).to(tl.int64)
     stretch = tl.program_id(0) % stretches
@@ -424,7 +422,20 @@ def causal_token_grad(
         if (TOKENS or LEVELS) and not KEY_WEIGHT:
             if STRIDE == 1:
                 keys, weights, values = load_values(
-                    v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, start, n, MASKED, WEIGHTED, E, BE, BLOCK
+                    v,
+                    v_n,
+                    v_c,
+                    mask,
+                    mask_n,
+                    key_weight,
+                    key_weight_n,
+                    start,
+                    n,
+                    MASKED,
+                    WEIGHTED,
+                    E,
+                    BE,
+                    BLOCK,
                 )
             to_pairs = product(a, tl.trans(values), PIECES, PRECISION) + e[:, None]
             to_pairs = tl.where(seen, to_pairs, 0.0)

@@ -22,7 +22,8 @@ there are fewer heads than this to keep a GPU busy."""
 MANY = 1 << 17
 """Tokens of all heads from which there is enough to do for programs of one warp."""
 LIGHT, LIGHT_GROUPS, HEAVY = 400, 500, 1000
-"""Bytes of a token on the chip up to which one or two warps suffice (with groups of bits), and up to which four."""
+"""Bytes of a token on the chip up to which one or two warps suffice (the second with groups of bits), and up to
+which four do."""
 
 
 def padded(width: int) -> int:
@@ -129,7 +130,7 @@ def default(step: Step, sizes: Sizes) -> Config:
 
 
 def _grouped(step: Step, sizes: Sizes) -> Config:
-    """The same for groups of bits, by the registers that the compiler reports: as many programs as fit at once."""
+    """The same for groups of bits, with as many programs as fit at once by their registers."""
     short = sizes.tokens <= (SHORTEST if sizes.rows < FEW else SHORT)
     narrow = max(sizes.dim, sizes.value_dim) <= 32
     if sizes.bulk > LIGHT_GROUPS:
@@ -156,7 +157,7 @@ def causal_config(sizes: Sizes) -> Config:
     if sizes.features:
         if sizes.bulk <= LIGHT_GROUPS:
             return Config(32, 2, 1, 0, 8)
-        return Config(32, 4, 1, 0, 8) if sizes.bulk <= HEAVY else Config(16, 8, 1, 0, 16)
+        return Config(32, 4, 1, 0, 8)
     if sizes.bulk <= LIGHT:
         return Config(64, 2, 1, 0)
     return Config(32, 4, 1, 0) if sizes.bulk <= HEAVY else Config(16, 8, 1, 0)

@@ -116,10 +116,8 @@ def load_summed(
 
 
 @triton.jit
-def denominators(
-    f, ones, total, count, beta, PRECISION: tl.constexpr, SIZE: tl.constexpr
-):
-    """Denominators of features (BLOCK, BF); `total` is the smallest that there may be, with groups of bits."""
+def denominators(f, ones, total, count, beta, PRECISION: tl.constexpr, SIZE: tl.constexpr):
+    """Denominators of features (BLOCK, BF); with groups of bits at least `total`."""
     below = row_sums(f, ones, 3, PRECISION)
     if SIZE == 0:
         below += beta * count

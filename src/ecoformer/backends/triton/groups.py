@@ -2,9 +2,9 @@
 """Features of a code, and the affinity of groups of bits: see `ecoformer.affinity`.
 
 SIZE is the number of bits of a group. 0 stands for the paper's affinity, whose F features are the bits
-themselves as ±1. Otherwise there is a feature for each of the 2^SIZE values of every group: 1 for the value that
-a code has, 0 for the others. A state then has F rows, the *buckets*, and queries read the *table*, the buckets
-mixed by scale * ratio^(number of differing bits).
+themselves as ±1. Otherwise there is a feature for each of the 2^SIZE values of every group: 1 for the value
+that a code has, 0 for the others. A state then has F rows, the *buckets*, and queries read the *table*, the
+buckets mixed by scale * ratio^(number of differing bits).
 
 BF is F rounded up to a power of two of at least 16. Mixing stays within a group, thus within BS rows.
 """
@@ -105,8 +105,10 @@ def load_features(
 
 @triton.jit
 def tall_product(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, onto=None):
-    """`a` (BF, BLOCK) in bf16 or fp16, times `b` of any dtype, plus `onto`. WIDE: by four warps or more, where 64 rows would
-    become a `wgmma`, see `configs`; they go in groups of 32."""
+    """`a` (BF, BLOCK) in bf16 or fp16, times `b` of any dtype, plus `onto`.
+
+    WIDE: by four warps or more, where 64 rows would become a `wgmma`, see `configs`; they go in groups of 32.
+    """
     if WIDE and a.shape[0] >= 64:
         stacks: tl.constexpr = a.shape[0] // 32
         stacked = tl.reshape(a, (stacks, 32, a.shape[1]))
@@ -188,7 +190,9 @@ def mix_rows(
         for start in range(0, parts, PARTS):
             part = start + tl.arange(0, PARTS)[:, None, None]
             found = (part < parts) & inside[None, :, :]
-            total += tl.sum(tl.load(partial + part * (F * (E + 1)) + places[None, :, :], mask=found, other=0.0), axis=0)
+            total += tl.sum(
+                tl.load(partial + part * (F * (E + 1)) + places[None, :, :], mask=found, other=0.0), axis=0
+            )
     if KEEP:
         tl.store(state + places, total, mask=inside)
     if MIXED:
@@ -220,7 +224,7 @@ def mix_parts(
     KEEP: tl.constexpr, WALSHED: tl.constexpr, OTHER: tl.constexpr,
     SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program adds up and mixes BS rows and 16 columns of a head; if OTHER also coefficients of `other`."""
+    """One program adds up and mixes BS rows and 16 columns of a head; if OTHER, of `other` the coefficients."""
     stretches = tl.cdiv(E + 1, 16)
     blocks = tl.cdiv(F, BS)
     row = (tl.program_id(0) // (stretches * blocks)).to(tl.int64)
@@ -256,12 +260,13 @@ def to_bits(
 ):  # fmt: skip
     """Gradient of the bits (BLOCK, BB), half the difference between a bit's two values.
 
-    `to_features` are coefficients of products of bits, as `mixing` of KIND WALSH makes them. The derivative by
-    a bit is the sum of those terms that contain it, times the bit.
+    `to_features` are coefficients of products of bits, as `mixing` of KIND WALSH makes them. The derivative
+    by a bit is the sum of those terms that contain it, times the bit.
     """
     members = tl.where(patterns(SIZE, F, BITS, BF, BB).to(tl.float32) > 0, 1.0, 0.0)
-    # The product of a subset's bits is negative where an odd number of them is -1. Their sum shows that by its
-    # second bit, up to a sign that `mixing` has put into the coefficients. On top of 1.5 * 2^16 that is bit 8 of the number.
+    # The product of a subset's bits is negative where an odd number of them is -1. Their sum shows that by
+    # its second bit, up to a sign that `mixing` has put into the coefficients. On top of 1.5 * 2^16 that is
+    # bit 8 of the fp32 number.
     counts = tl.full(to_features.shape, 98304.0, tl.float32)
     counts = plain_dot(h, members.to(tl.bfloat16), "ieee", counts)
     sign = (counts.to(tl.int32, bitcast=True) << 23) & -2147483648

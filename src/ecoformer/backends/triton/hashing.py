@@ -92,7 +92,7 @@ def product(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr, onto=None, TURN
 
 @triton.jit
 def float_product(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr):
-    """The same where both sides may be fp32: up to two pieces of each if that is enough, else with PRECISION."""
+    """The same where both sides may be fp32: two pieces of each or fewer, else PRECISION."""
     if a.dtype == tl.float32 and b.dtype == tl.float32 and PIECES < 3:
         high = b.to(tl.bfloat16)
         total = product(a, high, PIECES, PRECISION)
@@ -230,7 +230,9 @@ def load_keys(mask_base, stride_mask, start, n, MASKED: tl.constexpr, BLOCK: tl.
 @triton.jit
 def load_weights(base, stride, start, keys, BLOCK: tl.constexpr):
     """Weights of a tile's keys (BLOCK,), zero for other tokens."""
-    return tl.load(base + far(start) * stride + tl.arange(0, BLOCK) * stride, mask=keys, other=0.0).to(tl.float32)
+    return tl.load(base + far(start) * stride + tl.arange(0, BLOCK) * stride, mask=keys, other=0.0).to(
+        tl.float32
+    )
 
 
 @triton.jit

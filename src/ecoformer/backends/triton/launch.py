@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ecoformer.backends.fused import FusedCall, Functions, empty_out
+from ecoformer.backends.fused import Functions, FusedCall, empty_out
 from ecoformer.backends.triton import causal, groups, plans
 from ecoformer.backends.triton import forward as ahead
 from ecoformer.backends.triton import state as states
@@ -26,8 +26,8 @@ from ecoformer.backends.triton.configs import (
 from ecoformer.backends.triton.plans import Place, Plan, Shrink, Tensors, form
 
 HASH_PRECISION = "tf32x3"
-"""How fp32 matrices are multiplied where codes depend on it: "tf32x3" (three products on tensor cores, about 22
-bits) or "ieee" (plain fp32 arithmetic)."""
+"""How fp32 matrices are multiplied where codes depend on it: "tf32x3" (three products on tensor cores, about
+22 bits) or "ieee" (plain fp32 arithmetic)."""
 TENSORS = 16
 """Of `FusedCall.flat`."""
 _CHEAP_TO_ADD = 16 << 20
@@ -123,7 +123,7 @@ class Launches(Plan):
         self.masked = {"MASKED": mask is not None, **self.weighted}
         whole = self.beta.is_integer() and self.beta >= 0 and self.bits + self.beta <= 256
         self.whole = {"WHOLE": whole}
-        self._sizes, self.grouped = _sizes(call), call.scale is not None
+        self._sizes, self.grouped = sizes_of(call), call.scale is not None
         size, features, channels = _group_size(call), _features(call), v.shape[-1]
         shape = {"E": channels, "F": features, "BE": padded(channels), "BF": padded(features)}
         self.reading = {"SIZE": size, "BITS": self.bits, "BB": padded(self.bits), **shape}
@@ -189,7 +189,7 @@ class Launches(Plan):
         walsh: Place | None = None,
         other: tuple[Place, Place] | None = None,
     ) -> None:
-        """Add up partial states in `state` and mix them, also to coefficients `walsh`; `other`: of a state, too."""
+        """Add up partial states in `state` and mix them, also to coefficients; `other`: those of a state."""
         size, features = self.reading["SIZE"], self.reading["F"]
         rows = max(16, 1 << size)
         programs = self.rows * _ceiling(features, rows) * _ceiling(self.state_shape[1], 16)
@@ -223,7 +223,8 @@ def _features(call: FusedCall) -> int:
     return call.bits if call.scale is None else call.groups << _group_size(call)
 
 
-def _sizes(call: FusedCall) -> Sizes:
+def sizes_of(call: FusedCall) -> Sizes:
+    """What configurations depend on."""
     batch, heads, tokens, dim = call.q.shape
     samples, features = call.functions.weight.shape[1], 0 if call.scale is None else _features(call)
     return Sizes(batch * heads, tokens, dim, call.v.shape[3], samples, call.bits, call.v.dtype, features)
@@ -238,7 +239,7 @@ def _rooms(call: FusedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
     q, v = call.q, call.v
     state: tuple[int, ...] = _state_shape(call)
     if call.causal:
-        config = causal_config(_sizes(call))
+        config = causal_config(sizes_of(call))
         state = (_ceiling(q.shape[2], config.block * config.stride) + 1, *state)
     tokens = [q] if call.shared_codes else [q, q if call.k is None else call.k]
     codes = [(tuple(x.shape[:3]), _code_dtype(call.bits)) for x in tokens]

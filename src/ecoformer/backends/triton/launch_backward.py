@@ -275,6 +275,8 @@ def causal_level_grads(call: FusedCall, to_levels: Tensor) -> list[Tensor | None
     """Gradients of `scale` and `ratio` from the sums (B * H, ., 2, F) of `causal_token_grad`."""
     if call.scale is None:
         return [None, None]
-    sums = to_levels.view(call.q.shape[0], call.q.shape[1], -1, 2, call.groups, to_levels.shape[-1] // call.groups)
+    sums = to_levels.view(
+        call.q.shape[0], call.q.shape[1], -1, 2, call.groups, to_levels.shape[-1] // call.groups
+    )
     to_scale, to_ratio = sums.sum(dim=(0, 2, -1)).unbind(1)
     return [to_scale / call.scale, to_ratio]

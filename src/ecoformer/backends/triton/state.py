@@ -1,6 +1,8 @@
 # mypy: ignore-errors
-"""The state of a head in memory, and sums over many: (F + 1) x (E + 1) numbers as in `eager.py`, with groups of
-bits without the last row."""
+"""The state of a head in memory, and sums over many.
+
+It is (F + 1) x (E + 1) numbers as in `eager.py`, with groups of bits without the last row.
+"""
 
 from __future__ import annotations
 
