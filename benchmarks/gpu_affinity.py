@@ -76,12 +76,15 @@ def draw_call(
     v = torch.randn(batch, n, heads, dim, generator=device, device="cuda").to(dtype).transpose(1, 2)
     mask = torch.rand(batch, n, generator=device, device="cuda") < 0.3 if masked else None
     key_weight = 0.5 + torch.rand(batch, heads, n, generator=device, device="cuda") if weighted else None
-    constant, levels = Affinity.paper(bits).constant(bits) or 0.0, [None] * 3
+    constant = Affinity.paper(bits).constant(bits) or 0.0
+    levels: Any = (None, None, None)
     if groups is not None:
         numbers = torch.rand(2, heads, groups, generator=g).cuda()
         affinity = Affinity(groups, 0.3 + 0.6 * numbers[0], 0.5 + numbers[1])
-        constant, levels = 0.0, [*affinity.levels(bits, numbers), FLOOR * affinity.total(numbers)]
-    return fused.FusedCall(q, k, v, mask, key_weight, functions, key_functions, *levels, constant, causal)
+        constant, levels = 0.0, (*affinity.levels(bits, numbers), FLOOR * affinity.total(numbers))
+    scale, ratio, floor = levels
+    tensors = (q, k, v, mask, key_weight, functions, key_functions, scale, ratio, floor)
+    return fused.FusedCall(*tensors, constant, causal)
 
 
 def wide(call: fused.FusedCall) -> fused.FusedCall:

@@ -22,8 +22,8 @@ there are fewer heads than this to keep a GPU busy."""
 MANY = 1 << 17
 """Tokens of all heads from which there is enough to do for programs of one warp."""
 LIGHT, LIGHT_GROUPS, HEAVY = 400, 500, 1000
-"""Bytes of a token on the chip up to which one or two warps suffice (the second with groups of bits), and up to
-which four do."""
+"""Bytes of a token on the chip up to which one or two warps suffice (the second with groups of bits), and up
+to which four do."""
 
 
 def padded(width: int) -> int:

@@ -224,7 +224,7 @@ def mix_parts(
     KEEP: tl.constexpr, WALSHED: tl.constexpr, OTHER: tl.constexpr,
     SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program adds up and mixes BS rows and 16 columns of a head; if OTHER, of `other` the coefficients."""
+    """One program adds up and mixes BS rows and 16 columns of a head; OTHER: of `other` the coefficients."""
     stretches = tl.cdiv(E + 1, 16)
     blocks = tl.cdiv(F, BS)
     row = (tl.program_id(0) // (stretches * blocks)).to(tl.int64)
