@@ -43,14 +43,16 @@ def grouped_affinity(
 
     `beta` and `weight` are numbers or (H, G), one for each head (the axis before the tokens) and group.
     """
-    agree = codes_q.unsqueeze(-2) * codes_k.unsqueeze(-3)
-    agree = agree.reshape(*agree.shape[:-1], groups, -1)
-    if isinstance(beta, Tensor):
-        beta = beta[:, None, None, :, None]
-    if isinstance(weight, Tensor):
-        weight = weight[:, None, None, :]
-    products: Tensor = weight * (1 + beta * agree).prod(dim=-1)
-    return products.sum(dim=-1)
+    size = codes_q.shape[-1] // groups
+    affinity = torch.zeros(*codes_q.shape[:-1], codes_k.shape[-2], dtype=codes_q.dtype, device=codes_q.device)
+    for j in range(groups):
+        beta_j = beta[:, j, None, None] if isinstance(beta, Tensor) else beta
+        product: Tensor | float = weight[:, j, None, None] if isinstance(weight, Tensor) else weight
+        for r in range(j * size, (j + 1) * size):
+            agree = codes_q[..., :, None, r] * codes_k[..., None, :, r]
+            product = product * (1 + beta_j * agree)
+        affinity = affinity + product
+    return affinity
 
 
 FLOOR = 2.0**-30

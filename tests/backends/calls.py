@@ -99,6 +99,9 @@ def truth(call: FusedCall, dtype: torch.dtype = torch.float64) -> Tensor:
         hk = codes_of(tokens, call.key_functions or call.functions).to(dtype)
     mask = None if call.mask is None else call.mask[:, None]
     v, key_weight = call.v.to(dtype), None if call.key_weight is None else call.key_weight.to(dtype)
+    if call.scale is None and key_weight is None:
+        bias = "paper" if call.constant == reference.bias_of(call.bits) else "tight"
+        return reference.hash_attention(hq, hk, v, mask, call.causal, bias)
     if call.scale is None:
         beta, weight = call.bits / call.constant, call.constant / call.bits
     else:

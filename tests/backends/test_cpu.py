@@ -68,6 +68,43 @@ def test_equals_the_reference_in_causal_order(size, masked):
     torch.testing.assert_close(run(call), truth(call).float(), **CLOSE)
 
 
+GROUPED = [
+    {"groups": 4},
+    {"groups": 2},
+    {"groups": 16},
+    {"groups": 5, "bits": 15},
+    {"groups": 3, "bits": 18, "dim": 20, "channels": 5},
+    {"groups": 4, "planes": True},
+    {"groups": 4, "beta": (1.0, 1.0)},
+    {},
+]
+
+
+@pytest.mark.parametrize("n", [1, 63, 1030])
+@pytest.mark.parametrize("size", GROUPED, ids=str)
+def test_groups_weights_and_hash_functions_of_keys(size, n, threads):
+    options = [
+        {"masked": True, "weighted": True},
+        {"apart": True, "weighted": True},
+        {"queries": 40, "apart": True, "masked": True},
+    ]
+    options += [option | {"causal": True} for option in options[:2]]
+    if n > 1000:  # digits of eight bits; one head, for the reference is dense
+        size = {**size, "batch": 1, "heads": 1}
+    for option in options:
+        call = make_call(n, **size, **option)
+        torch.testing.assert_close(run(call), truth(call).float(), **CLOSE)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_groups_are_exact_for_whole_numbers(causal, threads):
+    # beta 1 and weight 1: affinities are multiples of 16, sums of whole numbers are whole.
+    call = make_call(1030, groups=4, whole=True, causal=causal, batch=1, heads=1)
+    scale, ratio = torch.full_like(call.scale, 16.0), torch.zeros_like(call.ratio)
+    call = call._replace(scale=scale, ratio=ratio)
+    assert torch.equal(run(call), truth(call).float())
+
+
 def test_causal_cross_attention():
     call = make_call(130, queries=130, masked=True, causal=True)
     torch.testing.assert_close(run(call), truth(call).float(), **CLOSE)

@@ -200,11 +200,12 @@ def plain(call: FusedCall) -> Tensor:
     """The same in plain PyTorch."""
     v, mask = call.v, call.mask
     with eager.full_precision(v.device):
-        hq = codes(call.q, call.functions)
+        dtype = eager.accumulator(v.dtype)
+        hq = codes(call.q, call.functions).to(dtype)
         hk = hq
         if not call.shared_codes:
             tokens = call.q if call.k is None else call.k
-            hk = codes(tokens, call.key_functions or call.functions)
+            hk = codes(tokens, call.key_functions or call.functions).to(dtype)
         fq, fk, weights = hq, hk, eager.Weights(None, call.constant, None)
         if call.scale is not None and call.ratio is not None and call.floor is not None:
             fq, fk = (group_values(h, call.groups) for h in (hq, hk))

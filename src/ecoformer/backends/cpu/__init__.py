@@ -24,8 +24,8 @@ def cannot(call: FusedCall, *, needs_grad: bool) -> str | None:
         return f"it runs on the CPU, tokens are on {device}"
     if not _installed():
         return "numba is not installed: pip install 'ecoformer[cpu]'"
-    if call.scale is not None or call.key_functions is not None or call.key_weight is not None:
-        return "it has no kernel for groups of bits, keys' own hash functions or weights"
+    if call.key_functions is not None and call.key_functions[0].shape != call.functions[0].shape:
+        return "queries and keys have hash functions of different shapes"
     return "it has no gradient" if needs_grad else None
 
 

@@ -22,6 +22,7 @@ carray: Any = _numba.carray
 int32: Any = _numba.int32
 int64: Any = _numba.int64
 float32: Any = _numba.float32
+float64: Any = _numba.float64
 to_fixed_tuple: Any = importlib.import_module("numba.np.unsafe.ndarray").to_fixed_tuple
 intrinsic: Callable[[Any], Any] = _extending.intrinsic
 

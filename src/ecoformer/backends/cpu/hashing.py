@@ -25,26 +25,45 @@ _ONE, _ZERO, _HALF = np.float32(1), np.float32(0), np.float32(0.5)
 
 @inlined
 def prepare(p: Problem, at: Places, room: Any, head: int) -> None:
-    """A head's hash functions, rows padded and laid out as the products read them."""
+    """A head's hash functions, those of keys too where they have their own."""
+    _prepare(p, at, room, head, int64(0), p.support, p.mean, p.sigma, p.weight)
+    if p.key_hash:
+        _prepare(p, at, room, head, at.keys, p.key_support, p.key_mean, p.key_sigma, p.key_hash)
+
+
+@compiled
+def _prepare(
+    p: Problem,
+    at: Places,
+    room: Any,
+    head: int,
+    base: int,
+    to_support: int,
+    to_mean: int,
+    to_sigma: int,
+    to_weight: int,
+) -> None:
+    """Rows padded and laid out as the products read them, from `base` on."""
     m, b, dim = p.samples, p.bits, p.dim
     wide_m, wide_b = _padded(m), _padded(b)
-    for i in range(at.first, at.scale):
+    for i in range(base + at.first, base + at.inverse):
         room[i] = _ZERO
-    weight = floats(p.weight)
-    rows, to = (m, at.second) if m else (dim, at.first)
+    weight = floats(to_weight)
+    rows, to = (m, base + at.second) if m else (dim, base + at.first)
     for i in range(rows):
         for r in range(b):
             room[to + i * wide_b + r] = weight[(head * rows + i) * b + r]
     if m == 0:
         return
-    support, mean, sigma = floats(p.support), floats(p.mean), floats(p.sigma)[head]
+    support, mean, sigma = floats(to_support), floats(to_mean), floats(to_sigma)[head]
+    room[base + at.inverse] = _ONE / sigma
     for j in range(m):
         row = (head * m + j) * dim
-        room[at.offset + j] = -_HALF * square_sum(support, row, dim) / sigma
-        room[at.mean + j] = mean[head * m + j]
+        room[base + at.offset + j] = -_HALF * square_sum(support, row, dim) / sigma
+        room[base + at.mean + j] = mean[head * m + j]
     for d in range(dim):
         for j in range(m):
-            room[at.first + d * wide_m + j] = support[(head * m + j) * dim + d]
+            room[base + at.first + d * wide_m + j] = support[(head * m + j) * dim + d]
 
 
 @compiled
@@ -52,7 +71,7 @@ def hash_tokens(
     p: Problem,
     at: Places,
     room: Any,
-    head: int,
+    base: int,
     tokens: Any,
     start: int,
     stride: int,
@@ -61,38 +80,41 @@ def hash_tokens(
     nans: Any,
     to: int,
 ) -> None:
-    """Codes of `count` tokens whose first number is at `start`, and whether they are NaN, from `to` on."""
+    """Codes of `count` tokens whose first number is at `start`, and whether they are NaN, from `to` on.
+
+    The hash functions lie from `base` on.
+    """
     for first in range(0, count, BLOCK):
         n = min(BLOCK, count - first)
-        _project(p, at, room, head, tokens, start + first * stride, stride, n)
+        _project(p, at, room, base, tokens, start + first * stride, stride, n)
         _pack(p, at, room, n, codes, nans, to + first)
 
 
 @inlined
 def _project(
-    p: Problem, at: Places, room: Any, head: int, tokens: Any, start: int, stride: int, n: int
+    p: Problem, at: Places, room: Any, base: int, tokens: Any, start: int, stride: int, n: int
 ) -> None:
     """Projections of a block of tokens."""
     wide_m, wide_b = _padded(p.samples), _padded(p.bits)
     for t in range(n):
         room[at.scale + t] = square_sum(tokens, start + t * stride, p.dim)
     if p.samples == 0:
-        _product(tokens, start, stride, n, p.dim, room, at.first, wide_b, at.projections)
+        _product(tokens, start, stride, n, p.dim, room, base + at.first, wide_b, at.projections)
         for t in range(n):
-            # Signs do not hang on the length, but a length that overflows makes NaN.
+            # Signs do not depend on the length, but a length that overflows makes NaN.
             if not room[at.scale + t] < np.inf:
                 for r in range(wide_b):
                     room[at.projections + t * wide_b + r] = np.nan
         return
-    _product(tokens, start, stride, n, p.dim, room, at.first, wide_m, at.features)
-    inverse = _ONE / floats(p.sigma)[head]
+    _product(tokens, start, stride, n, p.dim, room, base + at.first, wide_m, at.features)
+    inverse = room[base + at.inverse]
     inverse_lengths(room, at.scale, n, inverse)
     for t in range(n):
         scale = room[at.scale + t]
         shift = _ZERO if scale == _ZERO else -_HALF * inverse
         row = at.features + t * wide_m
-        kernel_row(room, row, room, at.offset, room, at.mean, wide_m, scale, shift)
-    _product(room, at.features, wide_m, n, p.samples, room, at.second, wide_b, at.projections)
+        kernel_row(room, row, room, base + at.offset, room, base + at.mean, wide_m, scale, shift)
+    _product(room, at.features, wide_m, n, p.samples, room, base + at.second, wide_b, at.projections)
 
 
 @compiled

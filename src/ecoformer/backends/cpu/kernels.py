@@ -21,26 +21,29 @@ from ecoformer.backends.cpu.problem import (
     Problem,
     Team,
     padded,
+    state_rows,
 )
 from ecoformer.backends.cpu.rows import add_row
-from ecoformer.backends.cpu.sums import clear, gather, scatter, tabulate
-from ecoformer.backends.cpu.vectors import claim, current, floats, give_way, integers, octets
+from ecoformer.backends.cpu.sums import clear, gather, scatter, tabulate, total_weight
+from ecoformer.backends.cpu.vectors import claim, current, doubles, floats, give_way, integers, octets
 
 _padded = inlined(padded)
+_state_rows = inlined(state_rows)
 _PATIENCE = 4096
 """Turns of waiting after which others may have the core: some microseconds."""
 
 
 @inlined
-def _merge(p: Problem, at: Places, room: Any, whole: Any, group: int) -> None:
+def _merge(p: Problem, at: Places, room: Any, exact: Any, group: int) -> None:
     """The sums of all parts of a head."""
-    sums, tallies = floats(p.sums), integers(p.tallies)
-    size, number = (p.bits + 1) * _padded(p.channels), p.bits + 2
-    clear(p, room, at.sums, whole, at.tallies)
+    sums, tallies = floats(p.sums), doubles(p.tallies)
+    rows = _state_rows(p.bits, p.group)
+    size = rows * _padded(p.channels)
+    clear(p, room, at.sums, exact, at.tallies)
     for part in range(group * p.pieces, (group + 1) * p.pieces):
         add_row(room, at.sums, sums, part * size, size)
-        for i in range(number):
-            whole[at.tallies + i] += tallies[part * number + i]
+        for i in range(rows + 1):
+            exact[at.tallies + i] += tallies[part * (rows + 1) + i]
 
 
 @inlined
@@ -54,13 +57,13 @@ def _run(job: int, first: int, last: int, address: int, problem: int, layout: in
     at = Places(*to_fixed_tuple(integers(layout), PLACES_SIZE))
     own_integers = address + 4 * at.integers
     own_codes = own_integers + 8 * at.codes
-    room, whole = floats(address), integers(own_integers)
+    room, whole, exact = floats(address), integers(own_integers), doubles(own_integers)
     codes, nans = integers(own_codes), octets(own_codes + 8 * at.tokens)
     if p.codes:
         codes, nans = integers(p.codes), octets(p.codes + 8 * p.batch * p.heads * p.keys)
-    sums, tallies = room, whole
+    sums, tallies, rows = room, exact, _state_rows(p.bits, p.group)
     if job == GATHER:
-        sums, tallies = floats(p.sums), integers(p.tallies)
+        sums, tallies = floats(p.sums), doubles(p.tallies)
     ready = -1
     for unit in range(first, last):
         group, piece = unit // p.pieces, unit % p.pieces
@@ -69,22 +72,23 @@ def _run(job: int, first: int, last: int, address: int, problem: int, layout: in
             prepare(p, at, room, head)
             ready = head
         if job == CAUSAL:
-            causal_head(p, at, room, whole, batch, head, codes, nans)
+            causal_head(p, at, room, exact, batch, head, codes, nans)
             continue
         to = group * p.keys if p.codes else 0
         sums0, tally = at.sums, at.tallies
         if job == GATHER:
-            sums0, tally = unit * (p.bits + 1) * _padded(p.channels), unit * (p.bits + 2)
+            sums0, tally = unit * rows * _padded(p.channels), unit * (rows + 1)
         if job == SCATTER:
-            _merge(p, at, room, whole, group)
+            _merge(p, at, room, exact, group)
         else:
             begin, end = piece * p.keys // p.pieces, (piece + 1) * p.keys // p.pieces
             clear(p, sums, sums0, tallies, tally)
-            gather(p, at, room, whole, batch, head, begin, end, codes, nans, to, sums, sums0, tallies, tally)
+            gather(p, at, room, exact, batch, head, begin, end, codes, nans, to, sums, sums0, tallies, tally)
         if job != GATHER:
             begin, end = piece * p.queries // p.pieces, (piece + 1) * p.queries // p.pieces
-            tabulate(p, at, room, whole, room, at.sums, whole, at.tallies)
-            scatter(p, at, room, whole, batch, head, begin, end, codes, nans, to, whole, at.tallies)
+            total = total_weight(p, exact, at.tallies)
+            tabulate(p, at, room, exact, head)
+            scatter(p, at, room, exact, whole, batch, head, begin, end, codes, nans, to, total)
 
 
 def _entry(digest: int) -> Any:

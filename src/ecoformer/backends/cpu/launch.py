@@ -20,6 +20,7 @@ from ecoformer.backends.cpu.problem import (
     digit_of,
     padded,
     places,
+    state_rows,
 )
 from ecoformer.backends.cpu.threads import run_team, scratch
 from ecoformer.backends.fused import FusedCall, empty_out
@@ -32,7 +33,7 @@ _SHARES = 4
 
 
 class Plan(NamedTuple):
-    """What hangs on a call's sizes alone."""
+    """What depends on a call's sizes alone."""
 
     digit: int
     pieces: int
@@ -44,13 +45,22 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _plan(
-    groups: int, queries: int, keys: int, dim: int, channels: int, samples: int, bits: int, threads: int
+    heads: int,
+    queries: int,
+    keys: int,
+    dim: int,
+    channels: int,
+    samples: int,
+    bits: int,
+    group: int,
+    apart: bool,
+    threads: int,
 ) -> Plan:
     pieces = 1
-    if groups < threads:
-        pieces = max(1, min(-(-threads // groups), max(keys, queries) // _LEAST))
-    digit = digit_of(bits, channels, keys)
-    at = places(dim, channels, samples, bits, digit, keys)
+    if heads < threads:
+        pieces = max(1, min(-(-threads // heads), max(keys, queries) // _LEAST))
+    digit = digit_of(bits, channels, keys, group or 1)
+    at = places(dim, channels, samples, bits, digit, keys, group, apart)
     return Plan(digit, pieces, padded(at.end), array("q", at))
 
 
@@ -70,35 +80,46 @@ def attend(call: FusedCall) -> Tensor:
     batch, heads, n_queries, dim = q.shape
     n_keys, channels = v.shape[2:]
     tensors = [x.contiguous() for x in functions]
+    key_tensors = [] if call.key_functions is None else [x.contiguous() for x in call.key_functions]
     samples = functions.support.shape[1] if isinstance(functions, HashFunctions) else 0
-    bits = functions.weight.shape[-1]
-    threads, groups = torch.get_num_threads(), batch * heads
-    plan = _plan(groups, n_queries, n_keys, dim, channels, samples, bits, 1 if call.causal else threads)
-    shared = _shared(groups, n_keys, channels, bits, plan.pieces) if plan.pieces > 1 else None
+    bits, group = call.bits, 0 if call.scale is None else call.bits // call.groups
+    threads, rows = torch.get_num_threads(), batch * heads
+    sizes = (dim, channels, samples, bits, group, bool(key_tensors))
+    plan = _plan(rows, n_queries, n_keys, *sizes, 1 if call.causal else threads)
+    shared = None
+    if plan.pieces > 1:
+        shared = _shared(rows, n_keys, channels, state_rows(bits, group), plan.pieces)
+    constant = array("d", [call.constant])
+    levels = [None if x is None else x.contiguous() for x in (call.scale, call.ratio, call.floor)]
+    key_weight = None if call.key_weight is None else call.key_weight.float()
     numbers = [batch, heads, n_queries, n_keys, dim, channels, samples, bits, plan.digit, plan.pieces]
-    numbers += [int(call.constant), *_place(q), *_place(keys), *_place(v), *_place(out)]
+    numbers += [constant.buffer_info()[0], group, *(0 if x is None else x.data_ptr() for x in levels)]
+    numbers += [*_place(q), *_place(keys), *_place(v), *_place(out)]
     numbers += [0, 0, 0] if mask is None else [mask.data_ptr(), *mask.stride()]
-    numbers += ([] if samples else [0, 0, 0]) + [x.data_ptr() for x in tensors]
+    numbers += [0, 0, 0, 0] if key_weight is None else [key_weight.data_ptr(), *key_weight.stride()]
+    for each in (tensors, key_tensors):
+        numbers += [0] * (4 - len(each)) + [x.data_ptr() for x in each]
     numbers += [0, 0, 0] if shared is None else [x.data_ptr() for x in shared]
     problem = array("q", numbers)
-    if call.k is None:
+    if call.shared_codes:
         problem[KEYS] = 0
     elif shared is not None:
         problem[CODES] = 0
-    parts, job = groups * plan.pieces, CAUSAL if call.causal else WHOLE if shared is None else GATHER
+    parts, job = rows * plan.pieces, CAUSAL if call.causal else WHOLE if shared is None else GATHER
     members = min(threads, parts)
     shares = min(parts, _SHARES * members if members > 1 else 1)
-    room, addresses = scratch(members * plan.size), (problem.buffer_info()[0], plan.layout.buffer_info()[0])
-    team = array("q", Team(0, 0, 0, job, parts, shares, room, plan.size, *addresses))
+    memory = scratch(members * plan.size)
+    addresses = (problem.buffer_info()[0], plan.layout.buffer_info()[0])
+    team = array("q", Team(0, 0, 0, job, parts, shares, memory, plan.size, *addresses))
     run_team(work.address, team.buffer_info()[0], members)
     return out if call.v.dtype == torch.float32 else out.to(call.v.dtype)
 
 
-def _shared(groups: int, keys: int, channels: int, bits: int, pieces: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for what lies between two passes: codes, and the parts' sums and tallies."""
-    codes = torch.empty(groups * keys * 9, dtype=torch.uint8)
-    sums = torch.empty(groups * pieces * (bits + 1) * padded(channels))
-    return codes, sums, torch.empty(groups * pieces * (bits + 2), dtype=torch.int64)
+def _shared(heads: int, keys: int, channels: int, rows: int, pieces: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for what lies between two passes: codes, and the parts' sums and tallies."""
+    codes = torch.empty(heads * keys * 9, dtype=torch.uint8)
+    sums = torch.empty(heads * pieces * rows * padded(channels))
+    return codes, sums, torch.empty(heads * pieces * (rows + 1), dtype=torch.float64)
 
 
 def _place(x: Tensor) -> tuple[int, int, int, int]:

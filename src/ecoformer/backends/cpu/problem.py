@@ -37,13 +37,19 @@ class Problem(NamedTuple):
     pieces: int
     """Into how many parts the tokens of a head are split."""
     constant: int
-    """Weight of the constant feature."""
+    """What the paper's affinity adds to h . g."""
+    group: int
+    """s, bits of a group; 0 for the paper's affinity."""
+    scale: int
+    """Of groups (H, G), as `ratio`; `floor` (H,)."""
+    ratio: int
+    floor: int
     q: int
     q_batch: int
     q_head: int
     q_token: int
     k: int
-    """0 where queries are also the keys."""
+    """0 where queries are also the keys, with the same hash functions."""
     k_batch: int
     k_head: int
     k_token: int
@@ -58,10 +64,19 @@ class Problem(NamedTuple):
     mask: int
     mask_batch: int
     mask_token: int
+    key_weight: int
+    key_weight_batch: int
+    key_weight_head: int
+    key_weight_token: int
     support: int
     mean: int
     sigma: int
     weight: int
+    key_support: int
+    key_mean: int
+    key_sigma: int
+    key_hash: int
+    """A of the keys' own hash functions, or 0."""
     codes: int
     """Where codes lie between two passes, and after them a byte each that says whether they are NaN; or 0."""
     sums: int
@@ -79,6 +94,10 @@ class Places(NamedTuple):
     """The matrix that features are multiplied with, (m, b)."""
     offset: int
     mean: int
+    inverse: int
+    """1 / sigma."""
+    keys: int
+    """The same from here on for the keys' own hash functions."""
     scale: int
     features: int
     projections: int
@@ -86,8 +105,10 @@ class Places(NamedTuple):
     tables: int
     sums: int
     row: int
+    levels: int
+    """What a group counts by the bits that differ, for all values of these."""
     integers: int
-    """Where integers begin, in fp32 numbers."""
+    """Where integers begin, in fp32 numbers. Counts, denominators and tallies of groups are fp64."""
     counts: int
     denominators: int
     tallies: int
@@ -137,31 +158,45 @@ def digits(bits: int, digit: int) -> int:
     return (bits + digit - 1) // digit
 
 
-def digit_of(bits: int, channels: int, keys: int) -> int:
-    """Bits of a digit: 8 where there are keys enough and the cache is large enough, else 4."""
+def digit_of(bits: int, channels: int, keys: int, group: int = 1) -> int:
+    """Bits of a digit: 8 where there are keys enough and the cache is large enough, else 4.
+
+    Fewer where a multiple of `group` bits must be: groups are not cut.
+    """
     buckets = (bits + 7) // 8 * 256
-    return 8 if bits > 4 and keys >= _MANY and buckets * padded(channels) * 4 <= _BYTES else 4
+    widest = 8 if bits > 4 and keys >= _MANY and buckets * padded(channels) * 4 <= _BYTES else 4
+    return max(group, widest // group * group)
 
 
-def places(dim: int, channels: int, samples: int, bits: int, digit: int, keys: int) -> Places:
+def state_rows(bits: int, group: int) -> int:
+    """Rows of a state: the bits and the values' own sum, or the values of all groups."""
+    return bits // group << group if group else bits + 1
+
+
+def places(
+    dim: int, channels: int, samples: int, bits: int, digit: int, keys: int, group: int, apart: bool
+) -> Places:
     """Where everything lies."""
     m, b, c = padded(samples), padded(bits), padded(channels)
-    rows = digits(bits, digit) << digit
+    rows, state = digits(bits, digit) << digit, state_rows(bits, group)
     tokens = padded(max(keys, 2 * BLOCK))  # a block of keys and one of queries, in causal order
     second = dim * (m if samples else b)
     offset = second + samples * b
     mean = offset + m
-    scale = mean + m
+    inverse = mean + m
+    functions = inverse + LANES
+    scale = functions * (2 if apart else 1)
     features = scale + BLOCK
     projections = features + BLOCK * m
     buckets = projections + BLOCK * b
     tables = buckets + rows * c
     sums = tables + rows * c
-    row = sums + (2 * bits + 2) * c
-    integers = row + 2 * c
-    denominators = rows
-    tallies = denominators + rows
-    wheres = tallies + padded(bits + 2)
+    row = sums + 2 * state * c
+    levels = row + 2 * c
+    integers = levels + padded(state)
+    denominators = max(rows, state)
+    tallies = denominators + max(rows, state)
+    wheres = tallies + padded(state + 1)
     codes = wheres + padded(digits(bits, digit))
     end = integers * 4 + (codes + tokens) * 8 + tokens
     return Places(
@@ -169,6 +204,8 @@ def places(dim: int, channels: int, samples: int, bits: int, digit: int, keys: i
         second,
         offset,
         mean,
+        inverse,
+        functions if apart else 0,
         scale,
         features,
         projections,
@@ -176,6 +213,7 @@ def places(dim: int, channels: int, samples: int, bits: int, digit: int, keys: i
         tables,
         sums,
         row,
+        levels,
         integers,
         0,
         denominators,

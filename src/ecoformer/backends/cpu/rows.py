@@ -236,12 +236,33 @@ def running_row(
     return signature, _rows(4, _running)
 
 
-@intrinsic
-def divide_row(typing: Any, y: Any, y0: Any, x: Any, x0: Any, length: Any, by: Any) -> Any:
-    """y = x / by."""
-    whole = types.int64
-    signature = types.void(y, whole, x, whole, whole, types.float32)
-    return signature, _rows(2, lambda b, rows, scalars: [b.fdiv(rows[1], scalars[0])])
+def _from_one(step: Step) -> Any:
+    """An intrinsic that makes a row of another and a number."""
+
+    @intrinsic
+    def row(typing: Any, y: Any, y0: Any, x: Any, x0: Any, length: Any, number: Any) -> Any:
+        whole = types.int64
+        return types.void(y, whole, x, whole, whole, types.float32), _rows(2, step)
+
+    return row
+
+
+divide_row = _from_one(lambda b, rows, scalars: [b.fdiv(rows[1], scalars[0])])
+"""y = x / number."""
+scale_row = _from_one(lambda b, rows, scalars: [b.fmul(rows[1], scalars[0])])
+"""y = number * x."""
+
+
+def _mixed(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
+    one, two = rows
+    return [
+        builder.fadd(x, builder.fmul(scalars[0], y, flags=FUSED), flags=FUSED)
+        for x, y in ((one, two), (two, one))
+    ]
+
+
+mix_rows = _from_one(_mixed)
+"""y += number * x and x += number * y, at once."""
 
 
 def _quotient(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:

@@ -133,6 +133,7 @@ def _pointer_to(number: Any) -> Any:
 
 
 _float_pointer = _pointer_to(types.float32)
+_double_pointer = _pointer_to(types.float64)
 _integer_pointer = _pointer_to(types.int64)
 _byte_pointer = _pointer_to(types.uint8)
 _ANY_LENGTH = 1 << 40
@@ -142,6 +143,12 @@ _ANY_LENGTH = 1 << 40
 def floats(address: int) -> Any:
     """The fp32 numbers at an address; their number is not known."""
     return carray(_float_pointer(address), (_ANY_LENGTH,))
+
+
+@inlined
+def doubles(address: int) -> Any:
+    """The fp64 numbers at an address."""
+    return carray(_double_pointer(address), (_ANY_LENGTH,))
 
 
 @inlined
