@@ -23,7 +23,7 @@ from ecoformer.storage import CheckpointError, read, write
 @pytest.mark.parametrize(
     "config",
     [{"a": {"b": [1, torch.zeros(1)]}}, {"a": object()}, {"a": {1, 2}}, {"rate": float("nan")}, None],
-    ids=str,
+    ids=["tensor", "object", "set", "nan", "none"],
 )
 def test_config_that_json_cannot_hold(written, config):
     before = written.read_bytes()

@@ -166,6 +166,12 @@ def token_grad_tile(
     h, f = load_features(codes, start, n, SIZE, F, BITS, BF, BB, BLOCK)
     to_features = tl.zeros((BLOCK, BF), tl.float32)
     to_mix = tl.zeros((BM, BB), tl.float32)
+    # The paper's form loads the gradient first, a tenth faster; with groups that would take more registers.
+    if QUERIES and SIZE == 0:
+        tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
+        inverse, e = load_reads(reads, start, n, BLOCK)
+        to_features = product(tile, tl.trans(as_query), PIECES, PRECISION) * inverse[:, None]
+        to_features += e[:, None] * as_query_ones[None, :]
     if KEYS:
         keys = load_keys(mask, mask_n, start, n, MASKED, BLOCK)
         if WEIGHTED:
@@ -173,12 +179,16 @@ def token_grad_tile(
         if TOKENS or KEY_WEIGHT:
             values = load_tile(v, start, n, v_n, v_c, E, BE, BLOCK)
         if TOKENS:
-            to_features = tl.broadcast_to(as_key_ones[None, :], (BLOCK, BF))
-            to_features = product(values, tl.trans(as_key), PIECES, PRECISION, to_features)
+            if SIZE == 0:
+                more = product(values, tl.trans(as_key), PIECES, PRECISION) + as_key_ones[None, :]
+            else:
+                more = tl.broadcast_to(as_key_ones[None, :], (BLOCK, BF))
+                more = product(values, tl.trans(as_key), PIECES, PRECISION, more)
             if WEIGHTED:
-                to_features *= weights[:, None]
+                more *= weights[:, None]
             if MASKED or WEIGHT:
-                to_features = tl.where(keys[:, None], to_features, 0.0)
+                more = tl.where(keys[:, None], more, 0.0)
+            to_features += more
         if VALUES or KEY_WEIGHT:
             tile = product(f, to_sums, PIECES, PRECISION)
             if SIZE == 0:
@@ -198,7 +208,7 @@ def token_grad_tile(
                     tile *= weights[:, None]
                 store_tile(to_v, tile, start, n, E, 1, E, BE, BLOCK)
     if TOKENS:
-        if QUERIES:
+        if QUERIES and SIZE > 0:
             tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
             inverse, e = load_reads(reads, start, n, BLOCK)
             to_features += e[:, None] * as_query_ones[None, :]

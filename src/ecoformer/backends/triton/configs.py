@@ -139,13 +139,13 @@ def _grouped(step: Step, sizes: Sizes) -> Config:
     elif short and step in ("gather", "gather_grad"):
         config = Config(32, 2, 2 if step == "gather" else 1, 0)
     elif step == "gather":
-        config = Config(16, 1, 2, 7) if narrow else Config(32, 2, 2, 4)
+        config = Config(32, 2, 3, 5) if narrow else Config(32, 2, 2, 4)
     elif step == "read":
         config = Config(32, 1, 1, 8)
     elif step == "gather_grad":
         config = Config(32, 1, 3, 7) if narrow else Config(32, 2, 2, 4)
     else:
-        config = Config(32, 2, 1, 3 if narrow else 4)
+        config = Config(32, 2, 2, 3) if narrow else Config(32, 2, 1, 4)
     return config._replace(block=min(config.block, padded(sizes.tokens)))
 
 
