@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from ecoformer import Affinity, HashAttentionState, hash_attention, pack_codes, reference
+from ecoformer import (
+    Affinity,
+    HashAttentionState,
+    LshHasher,
+    eco_attention,
+    hash_attention,
+    pack_codes,
+    reference,
+)
 from ecoformer.affinity import FLOOR
 
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -179,3 +187,19 @@ def test_bad_calls_are_refused(options, message, make_inputs):
     with pytest.raises(ValueError, match=message) as caught:
         hash_attention(*make_inputs(1, 2), **options)
     assert "\n" not in str(caught.value)
+
+
+def test_prepared_numbers_follow_changes_and_gradients():
+    hasher = LshHasher(2, 8, 16, seed=0)
+    tokens = torch.randn(1, 2, 30, 8)
+    beta = torch.full((2, 4), 0.5)
+    affinity = Affinity(4, beta)
+    first = eco_attention(tokens, tokens, hasher, affinity=affinity)
+    assert torch.equal(first, eco_attention(tokens, tokens, hasher, affinity=affinity))
+    beta.fill_(0.9)
+    changed = eco_attention(tokens, tokens, hasher, affinity=affinity)
+    assert torch.equal(changed, eco_attention(tokens, tokens, hasher, affinity=Affinity(4, beta.clone())))
+    assert not torch.equal(changed, first)
+    beta.requires_grad_()
+    out = eco_attention(tokens, tokens, hasher, affinity=affinity)
+    assert torch.autograd.grad(out.square().sum(), beta)[0].abs().sum() > 0

@@ -16,8 +16,8 @@ value reads. Every number in it is positive, so nothing cancels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ class Affinity:
     beta: float | Tensor = 0.5
     weight: float | Tensor = 1.0
     own_value: bool = False
+    _prepared: dict[Any, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.groups, int) or self.groups < 1:
@@ -126,6 +127,25 @@ class Affinity:
             for x in (self.beta, self.weight)
         )
         return weight * (1 + beta) ** self.size(bits), (1 - beta) / (1 + beta)
+
+    def prepared(self, bits: int, heads: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`scale` and `ratio` (H, G) and the smallest denominator a key (H,), for fused backends.
+
+        Kept until beta or weight change, unless a gradient is needed: computing it takes longer than a kernel.
+        """
+        given = [x for x in (self.beta, self.weight) if isinstance(x, Tensor)]
+        changing = torch.compiler.is_compiling() or any(
+            x.is_inference() or (x.requires_grad and torch.is_grad_enabled()) for x in given
+        )
+        key = None if changing else (bits, heads, like.device, like.dtype, *(x._version for x in given))
+        if key is not None and key in self._prepared:
+            return self._prepared[key]
+        scale, ratio = (x.expand(heads, -1).contiguous() for x in self.levels(bits, like))
+        found = scale, ratio, FLOOR * self.total(like).detach().expand(heads)
+        if key is not None:
+            self._prepared.clear()
+            self._prepared[key] = found
+        return found
 
     def total(self, like: Tensor) -> Tensor:
         """The mean affinity of all codes, the sum of the groups' weights (H or 1,)."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ecoformer.affinity import FLOOR, Affinity, Bias
+from ecoformer.affinity import Affinity, Bias
 from ecoformer.arguments import (
     EXACT_WIDTHS,
     FLOATS,
@@ -132,8 +132,7 @@ def _fused(given: tuple[Any, ...], affinity: Affinity, is_causal: bool, wanted: 
     scale = ratio = floor = None
     if constant is None:
         affinity.check_heads(v)
-        scale, ratio = (x.expand(heads, -1) for x in affinity.levels(bits, functions.weight))
-        floor = FLOOR * affinity.total(functions.weight).detach().expand(heads)
+        scale, ratio, floor = affinity.prepared(bits, heads, functions.weight)
     elif affinity.needs_floor(bits):
         return None
     tensors = (q, k, v, mask, key_weight, functions, key_functions)
