@@ -18,8 +18,49 @@ import torch
 from cost_tables import MAKERS
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("results", "cost", "bitfusion")))
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("results", "cost", "bitfusion", "kernels", "kernels_gpu")),
+)
 Table = list[list[str]]
+
+
+def affinity_cpu() -> Table:
+    """The CPU kernels: groups of bits next to the paper's affinity."""
+    rows = _figures("affinity_cpu")
+    names = list(rows[0]["ms"])
+    ratios = [f"{name}, times the paper's" for name in names[1:]]
+    return [
+        ["batch, heads, tokens, channels", *(f"{name}, ms" for name in names), *ratios],
+        *(
+            [
+                ", ".join(f"{size:,}" for size in row["shape"]),
+                *(f"{row['ms'][name]:.3f}" for name in names),
+                *(f"{row['times the paper'][name]:.2f}" for name in names[1:]),
+            ]
+            for row in rows
+        ),
+    ]
+
+
+def gpu_affinity() -> Table:
+    """The Triton kernels: 4 groups of 4 bits next to the paper's affinity."""
+    rows = _figures("gpu_affinity")["time"]
+    passes = {False: "forward", True: "forward and backward"}
+    return [
+        ["batch, heads, tokens, channels", "", "paper, µs", "4 groups of 4, µs", "times the paper's"],
+        *(
+            [
+                ", ".join(f"{size:,}" for size in row["shape"]),
+                ("causal, " if row["causal"] else "")
+                + ("forward and backward" if row["backward"] else "forward"),
+                f"{row['us']['paper']:.0f}",
+                f"{row['us']['4x4']:.0f}",
+                f"{row['ratio']:.2f}",
+            ]
+            for row in rows
+        ),
+    ]
 
 
 def cifar100() -> Table:
@@ -177,6 +218,8 @@ TABLES: dict[str, Callable[[], Table]] = {
         listops,
         recall,
         masked_bytes,
+        affinity_cpu,
+        gpu_affinity,
         *MAKERS,
     )
 }

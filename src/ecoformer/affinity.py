@@ -131,7 +131,7 @@ class Affinity:
     def prepared(self, bits: int, heads: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`scale` and `ratio` (H, G) and the smallest denominator a key (H,), for fused backends.
 
-        Kept until beta or weight change, unless a gradient is needed: computing it takes longer than a kernel.
+        Kept until beta or weight change, unless a gradient is needed: this takes as long as a short kernel.
         """
         given = [x for x in (self.beta, self.weight) if isinstance(x, Tensor)]
         changing = torch.compiler.is_compiling() or any(
