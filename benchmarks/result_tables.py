@@ -46,7 +46,6 @@ def affinity_cpu() -> Table:
 def gpu_affinity() -> Table:
     """The Triton kernels: 4 groups of 4 bits next to the paper's affinity."""
     rows = _figures("gpu_affinity")["time"]
-    passes = {False: "forward", True: "forward and backward"}
     return [
         ["batch, heads, tokens, channels", "", "paper, µs", "4 groups of 4, µs", "times the paper's"],
         *(

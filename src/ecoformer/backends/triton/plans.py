@@ -65,7 +65,7 @@ class Ready(NamedTuple):
 
 
 def form(x: Tensor | None) -> Hashable:
-    """What a plan may hang on."""
+    """What a plan may depend on."""
     return None if x is None else (x.shape, x.stride(), x.dtype)
 
 
