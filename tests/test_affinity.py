@@ -203,3 +203,11 @@ def test_prepared_numbers_follow_changes_and_gradients():
     beta.requires_grad_()
     out = eco_attention(tokens, tokens, hasher, affinity=affinity)
     assert torch.autograd.grad(out.square().sum(), beta)[0].abs().sum() > 0
+
+
+def test_nothing_prepared_in_inference_mode_is_used_for_training():
+    affinity, like = Affinity(4, 0.9), torch.zeros(1)
+    with torch.inference_mode():
+        assert affinity.prepared(16, 2, like)[0].is_inference()
+    assert not affinity.prepared(16, 2, like)[0].is_inference()
+    assert affinity.prepared(16, 2, like)[0] is affinity.prepared(16, 2, like)[0]

@@ -137,7 +137,8 @@ class Affinity:
         changing = torch.compiler.is_compiling() or any(
             x.is_inference() or (x.requires_grad and torch.is_grad_enabled()) for x in given
         )
-        key = None if changing else (bits, heads, like.device, like.dtype, *(x._version for x in given))
+        place = (like.device, like.dtype, torch.is_inference_mode_enabled())
+        key = None if changing else (bits, heads, *place, *(x._version for x in given))
         if key is not None and key in self._prepared:
             return self._prepared[key]
         scale, ratio = (x.expand(heads, -1).contiguous() for x in self.levels(bits, like))
