@@ -140,7 +140,7 @@ def test_streams_and_ranks_exchange_the_same_state(steps, is_causal, make_inputs
         outs.append(state.update(*tokens, key_weight=key_weight[:, :, part]))
     whole = hash_attention(*x, affinity=affinity, key_weight=key_weight, is_causal=True)
     torch.testing.assert_close(torch.cat(outs, dim=2), whole)
-    assert state.numbers_per_head() == (affinity.rows(12) + 1) * (x.v.shape[-1] + 1)
+    assert state.numbers_per_head() == (3 * 2**4 + 1) * (x.v.shape[-1] + 1)
 
 
 def test_soft_codes_give_the_formula_as_it_stands(make_inputs):

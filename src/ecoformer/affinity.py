@@ -110,10 +110,6 @@ class Affinity:
             )
         return size
 
-    def rows(self, bits: int) -> int:
-        """F, the number of features: the bits themselves in the paper, else the values of all groups."""
-        return bits if self.constant(bits) is not None else self.groups << self.size(bits)
-
     def features(self, codes: Tensor) -> Tensor:
         """Features (..., N, F) of codes (..., N, b)."""
         return codes if self.constant(codes.shape[-1]) is not None else group_values(codes, self.groups)
