@@ -20,7 +20,6 @@ HEAVY = (
     "rich",
     "scipy",
     "sklearn",
-    "tensorboard",
     "timm",
 )
 HEAVY += ("torchvision", "transformers", "triton", "torch._dynamo", "torch._inductor")

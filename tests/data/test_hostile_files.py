@@ -164,27 +164,24 @@ def shards(tmp_path):
     return tmp_path
 
 
-def test_a_huge_class_takes_no_memory(attempt, shards):
+def test_a_huge_class_is_refused(attempt, shards):
     good = png()
     entries = [(member("k.png", len(good)), good), (member("k.cls", 9), b"100000000")]
     shard(shards / "train-0.tar", entries)
-    assert "train-0.tar has a sample of class 100000000, not below 100000: " in attempt("webdataset", shards)
-    found = attempt("webdataset", shards, {"classes": 100_000_001, "limit": 1})
-    assert found == "read 1 1", "nothing is made for each class"
+    found = attempt("webdataset", shards)
+    assert "train-0.tar: 'k.cls' must hold a class number below 100,000, got b'100000000'" in found
 
 
 @pytest.mark.parametrize(
     ("info", "data", "message"),
     [
-        (member("k.cls", 3 * 2**30), b"1", "'k.cls' has 3,221,225,472 bytes"),
-        (member("k.json", 3 * 2**30), b"{", "'k.json' has 3,221,225,472 bytes"),
+        (member("k.cls", 3 * 2**30), b"1", "'k.cls' must hold a class number"),
         (member("x", 3 * 2**30, type=tarfile.XHDTYPE), b"", "a header of 3221225472 bytes"),
         (member("x", 3 * 2**30, type=tarfile.GNUTYPE_LONGNAME), b"", "a header of 3221225472 bytes"),
         (member("k.cls", 9, type=tarfile.GNUTYPE_SPARSE), b"1", "'k' lacks a label"),
-        (member("k.cls", 5000), b"9" * 5000, "'k.cls' holds no label"),
-        (member("k.json", 2**20), b"[" * 2**20, "'k.json' holds no label"),
+        (member("k.cls", 5000), b"9" * 5000, "'k.cls' must hold a class number"),
     ],
-    ids=["cls", "json", "pax", "long name", "sparse", "digits", "nested"],
+    ids=["cls", "pax", "long name", "sparse", "digits"],
 )
 def test_small_shards_take_little_memory(attempt, shards, info, data, message):
     good = png()
@@ -205,7 +202,8 @@ def test_headers_that_lead_backwards_are_refused(attempt, shards):
 def test_a_huge_picture_in_a_shard_is_refused(attempt, shards):
     shard(shards / "val-0.tar", [(member("k.cls", 1), b"1"), (member("k.png", 2**33), b"")])
     found = attempt("webdataset", shards, decode=True)
-    assert "val-0.tar: 'k.png': the picture has 8,589,934,592 bytes" in found
+    assert "val-0.tar, byte " in found
+    assert "the picture has 8,589,934,592 bytes" in found
 
 
 def test_lines_of_papers_are_bounded(attempt, tmp_path):

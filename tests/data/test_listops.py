@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecoformer import storage
 from ecoformer.data import listops as module
 from ecoformer.data import load
 from ecoformer.data.listops import TOKENS
@@ -102,27 +101,6 @@ def test_seeds():
     first = load("listops", **small)
     assert torch.equal(load("listops", **small).test.inputs, first.test.inputs)
     assert not torch.equal(load("listops", **small, seed=1).train.inputs, first.train.inputs)
-
-
-def test_cache(tmp_path, monkeypatch):
-    small = {"min_length": 10, "max_length": 40, "count": 30, "test_count": 4, "cache": tmp_path / "new"}
-    first = load("listops", **small)
-    draw = module.draw_lists
-    monkeypatch.setattr(module, "draw_lists", None)
-    again = load("listops", **small)
-    assert torch.equal(again.train.inputs, first.train.inputs)
-    assert torch.equal(again.test.targets, first.test.targets)
-    assert again.name == "listops"
-    for changed in ({"seed": 1}, {"count": 31}, {"depth": 9}, {"max_length": 41}):
-        with pytest.raises(TypeError, match="NoneType"):
-            load("listops", **small | changed)
-    (folder,) = (tmp_path / "new").iterdir()
-    (folder / "test.safetensors").write_bytes(b"damaged")
-    with pytest.raises(storage.CheckpointError):
-        load("stored", folder)
-    monkeypatch.setattr(module, "draw_lists", draw)
-    assert torch.equal(load("listops", **small).test.inputs, first.test.inputs)
-    assert torch.equal(load("stored", folder).test.inputs, first.test.inputs), "mended"
 
 
 @pytest.mark.parametrize(

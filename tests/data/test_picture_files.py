@@ -2,20 +2,15 @@
 
 import gzip
 import io
-import json
-import os
 import pickle
 import tarfile
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from ecoformer.data import images as module
 from ecoformer.data import load
-from ecoformer.data.images import expand_braces
 
 
 def picture(seed, size=(5, 4), mode="RGB"):
@@ -49,7 +44,7 @@ def folder(tmp_path):
 
 def test_folders(folder):
     splits = load("imagefolder", folder)
-    assert (splits.kind, splits.classes, splits.train.classes) == ("images", 2, ("ant", "cat"))
+    assert (splits.kind, splits.classes) == ("images", 2)
     assert splits.train.labels.tolist() == [0, 1, 1]
     assert [same(splits.train[i][0], seed) for i, seed in enumerate([2, 1, 0])] == [True] * 3
     assert splits.train[-1][1] == 1
@@ -106,32 +101,28 @@ def tar(path, entries):
             shard.addfile(info, io.BytesIO(data))
 
 
-def sample(key, seed, label, form="png", as_json=False):
-    told = json.dumps({"label": label, "text": "x"}).encode() if as_json else str(label).encode()
-    return [(f"{key}.{'json' if as_json else 'cls'}", told), (f"{key}.{form}", encoded(seed, form))]
+def sample(key, seed, label, form="png"):
+    return [(f"{key}.cls", str(label).encode()), (f"{key}.{form}", encoded(seed, form))]
 
 
 @pytest.fixture
 def shards(tmp_path):
-    tar(tmp_path / "train-000.tar", sample("d/a", 0, 3) + sample("d/b", 1, 0, as_json=True))
+    tar(tmp_path / "train-000.tar", [*sample("d/a", 0, 3), *sample("d/b", 1, 0), ("d/b.json", b"{")])
     tar(tmp_path / "train-001.tar", [*sample("c" * 120, 2, 1, form="webp"), ("c.txt", b"caption")])
     tar(tmp_path / "val-0.tar", sample("v", 5, 2))
     return tmp_path
 
 
 def test_shards(shards):
-    splits = load("webdataset", shards, train="train-{000..001}.tar")
+    splits = load("webdataset", shards)
     assert (splits.kind, splits.classes) == ("images", 4)
     assert splits.train.labels.tolist() == [3, 0, 1]
     assert same(splits.train[0][0], 0)
     assert same(splits.train[1][0], 1)
     assert splits.train[2][0].size == (5, 4)
     assert same(splits.test[0][0], 5)
-    assert load("webdataset", shards).train.labels.tolist() == [3, 0, 1], "by glob"
-    assert load("webdataset", shards, classes=1000).classes == 1000
+    assert load("webdataset", shards, train="*-001.tar").train.labels.tolist() == [1]
     assert load("webdataset", shards, limit=2).train.labels.tolist() == [0, 1]
-    with pytest.raises(ValueError, match=r"train-000\.tar has a sample of class 3, not below 3"):
-        load("webdataset", shards, classes=3)
 
 
 def test_workers(shards):
@@ -139,27 +130,6 @@ def test_workers(shards):
     loader = DataLoader(train, batch_size=None, sampler=[2, 1, 0, 1], num_workers=2)
     assert [label for _, label in loader] == [1, 0, 3, 0]
     assert same(pickle.loads(pickle.dumps(train))[1][0], 1), "as workers that are spawned get it"
-
-
-def test_index_is_kept_until_the_shard_changes(shards, tmp_path, monkeypatch):
-    scanned = []
-    scan = module.scan
-    monkeypatch.setattr(module, "scan", lambda path: scanned.append(os.path.basename(path)) or scan(path))
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    cache = tmp_path / "home" / "deep"
-    first = load("webdataset", shards, cache="~/deep")
-    assert len(scanned) == 3
-    again = load("webdataset", shards, cache=cache)
-    assert len(scanned) == 3
-    assert torch.equal(again.train.spans, first.train.spans)
-    assert same(again.train[1][0], 1)
-    tar(shards / "val-0.tar", sample("v", 6, 2) + sample("w", 7, 1))
-    assert load("webdataset", shards, cache=cache).test.labels.tolist() == [2, 1]
-    assert scanned[3:] == ["val-0.tar"]
-    for file in cache.iterdir():
-        file.write_bytes(b"damaged")
-    assert load("webdataset", shards, cache=cache).test.labels.tolist() == [2, 1]
-    assert len(scanned) == 7
 
 
 @pytest.mark.parametrize("empty", ["train-000.tar", "train-002.tar"])
@@ -175,13 +145,10 @@ def test_an_empty_shard_beside_full_ones(shards, empty):
 PICTURE = ("k.png", encoded(0))
 DAMAGE = {
     "'k' lacks a label": [PICTURE],
-    "'k' lacks a label, KEY.cls": [PICTURE, ("k.json", b"{}")],
+    "'k' lacks a label, KEY.cls": [PICTURE, ("k.json", b'{"label": 1}')],
     "'k' lacks a picture": [("k.cls", b"1")],
-    "'k.cls' holds no label": [PICTURE, ("k.cls", b"cat")],
-    "'k.json' holds no label": [PICTURE, ("k.json", b"{")],
-    "'k.json' holds the label '1.5'": [PICTURE, ("k.json", b'{"label": 1.5}')],
-    "'k.cls' holds the label '-1'": [PICTURE, ("k.cls", b"-1")],
-    "'k' has two labels, 1 and 2": [PICTURE, ("k.cls", b"1"), ("k.json", b'{"label": 2}')],
+    "'k.cls' must hold a class number": [PICTURE, ("k.cls", b"cat")],
+    "'k.cls' must hold a class number below 100,000": [PICTURE, ("k.cls", b"-1")],
     "'k' has two pictures": [PICTURE, ("k.cls", b"1"), ("k.jpg", b"")],
     "hold no samples": [],
 }
@@ -218,26 +185,17 @@ def refused(shards, message):
 
 def test_a_damaged_picture_is_named(shards):
     tar(shards / "val-0.tar", [("k.cls", b"1"), ("k.png", b"nothing")])
-    with pytest.raises(ValueError, match=r"val-0\.tar: 'k\.png': .* not a readable"):
+    with pytest.raises(ValueError, match=r"val-0\.tar, byte \d+: .* not a readable"):
         load("webdataset", shards).test[0]
 
 
 def test_a_shard_that_shrank_is_named(shards):
     test = load("webdataset", shards).test
     (shards / "val-0.tar").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"val-0\.tar: byte \d+: the picture is cut short"):
+    with pytest.raises(ValueError, match=r"val-0\.tar, byte \d+: the picture is cut short"):
         test[0]
 
 
 def test_missing_shards(shards):
-    with pytest.raises(FileNotFoundError, match=r"there is no shard .*train-002\.tar; set train= and test="):
-        load("webdataset", shards, train="train-{000..002}.tar")
-
-
-def test_braces():
-    assert expand_braces("a-{08..10}.tar") == ["a-08.tar", "a-09.tar", "a-10.tar"]
-    assert expand_braces("{0..1}-{1..2}") == ["0-1", "0-2", "1-1", "1-2"]
-    assert expand_braces("x-*.tar") == ["x-*.tar"]
-    for pattern in ("{3..1}", "{0..99999999}"):
-        with pytest.raises(ValueError, match="must count up"):
-            expand_braces(pattern)
+    with pytest.raises(FileNotFoundError, match=r"there is no shard .*none-\*\.tar; set train= and test="):
+        load("webdataset", shards, train="none-*.tar")

@@ -501,10 +501,7 @@ def test_texts_are_cut_and_padded():
     assert found.shape == (2, 4096)
     assert (found != PAD).sum(dim=1).tolist() == [4000, 2]
     assert bytes((found[0, :4000] - 1).tolist()) == text.encode()[:4000]
-    assert byte_tokens([text, "ab"], 4096, cut=4000, pad_to="longest").shape == (2, 4000)
-    assert byte_tokens(["abc", b"a"], 7, pad_to="longest").tolist() == [[98, 99, 100], [98, 0, 0]]
     assert byte_tokens(["abc"], 2).tolist() == [[98, 99]]
-    assert byte_tokens(["", b""], 7, pad_to="longest").tolist() == [[PAD], [PAD]]
     assert byte_tokens([], 7).shape == (0, 7)
     assert byte_tokens(("a", "b"), 1).tolist() == [[98], [99]]
     assert make(vocabulary=512)(byte_tokens(["", "a", "\xff" * 99], LENGTH)).isfinite().all()
@@ -519,7 +516,6 @@ def test_texts_are_cut_and_padded():
         (["a"], 0, {}, ValueError, "^length must be at least 1, got 0$"),
         (["a"], 4, {"cut": 5}, ValueError, "^cut must be from 1 to length=4, got 5$"),
         (["a"], 4, {"cut": 0}, ValueError, "^cut must be from 1 to length=4, got 0$"),
-        (["a"], 4, {"pad_to": "max"}, ValueError, '^pad_to must be "length" or "longest", got \'max\'$'),
     ],
 )
 def test_wrong_texts(texts, length, options, error, message):

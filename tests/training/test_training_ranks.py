@@ -52,7 +52,7 @@ def test_two_processes_learn_what_one_does(tmp_path):
     # 19 test samples in batches of 3 leave the second process one batch short of the first's four, and the
     # processes meet in every forward pass.
     odd = HASHED | {"data": {"name": "recall", "options": HASHED["data"]["options"] | {"test_count": 19}}}
-    chosen = recipe(odd, "tensorboard=true", folder=tmp_path)
+    chosen = recipe(odd, folder=tmp_path)
     whole(chosen, tmp_path / "one")
 
     def run(rank):
@@ -74,7 +74,6 @@ def test_two_processes_learn_what_one_does(tmp_path):
         for key, value in state.items():
             assert torch.equal(value, second[name][key]), (name, key)
     assert outcome(tmp_path / "two")["result"]["processes"] == 2
-    assert len(list((tmp_path / "two/tensorboard").iterdir())) == 1
 
 
 def uneven() -> Splits:
@@ -171,13 +170,6 @@ def test_fsdp_is_not_left_out_in_silence(tmp_path):
             train(chosen, tmp_path / "run", show=False)
 
     assert in_child(run) == 0
-
-
-def test_a_cache_is_written_by_one_process(tmp_path):
-    options = {"min_length": 4, "max_length": 30, "count": 64, "test_count": 16, "depth": 3}
-    options["cache"] = str(tmp_path / "cache")
-    chosen = recipe(PLAIN | {"data": {"name": "listops", "options": options}}, folder=tmp_path)
-    assert on_ranks(lambda rank: train(chosen, tmp_path / "run", show=False)) == [0, 0]
 
 
 def torchrun(*arguments: str, **environment: str) -> subprocess.Popen:

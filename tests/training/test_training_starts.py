@@ -32,7 +32,7 @@ def test_another_architecture(name, tmp_path):
     path = pvt(tmp_path / "pvt", 10)
     with pytest.raises(ValueError, match=f"pvt holds ecoformer_pvt_v2_b0, but the recipe trains {name}"):
         train(recipe(PICTURES, f"model.name={name}", f"start={path}", folder=tmp_path), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run/recipe.yaml").exists()
 
 
 def test_a_model_of_pairs_for_tokens(tmp_path):

@@ -200,4 +200,4 @@ def fail(trainer, loss):
 
 def contents(folder):
     """All files below a folder."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}

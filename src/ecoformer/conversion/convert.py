@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +14,8 @@ from ecoformer.attention.weights import shared_parts
 from ecoformer.conversion.huggingface import record_in_config
 from ecoformer.conversion.layers import Found, Selection, choose, find_layers, mechanism_in
 from ecoformer.conversion.rules import Adapter, ImageGrid
-from ecoformer.running import eval_mode, run_on_meta
+from ecoformer.hashing.fitting import move, run
+from ecoformer.running import eval_mode
 
 NOT_FITTED = "hash functions are not fitted yet: ecoformer.fit_hashers(model, batches)"
 RECORD = "ecoformer_conversions"
@@ -225,32 +225,18 @@ def _count_tokens(model: nn.Module, layers: list[nn.Module], example: Any) -> di
         return inner.register_forward_pre_hook(hook, with_kwargs=True)
 
     hooks = [listen(layer) for layer in layers]
+    tensors = [*model.parameters(), *model.buffers()]
+    device = next((t.device for t in tensors), torch.device("cpu"))
+    dtype = next((t.dtype for t in tensors if t.is_floating_point()), None)
+    if isinstance(example, Tensor) and example.is_floating_point():
+        example = example.to(dtype)
     try:
         with eval_mode(model):
-            _run(model, dict(example) if isinstance(example, Mapping) else example)
+            run(model, move(example, device))
     finally:
         for handle in hooks:
             handle.remove()
     return tokens
-
-
-def _run(model: nn.Module, example: Any) -> None:
-    """Run on shapes only, or for real if the model looks at the values of its inputs."""
-    tensors = [*model.parameters(), *model.buffers()]
-    dtype = next((t.dtype for t in tensors if t.is_floating_point()), None)
-
-    def inputs_on(device: torch.device | str, value: Any = example) -> Any:
-        if isinstance(value, dict):
-            return {key: inputs_on(device, x) for key, x in value.items()}
-        if not isinstance(value, Tensor):
-            return value
-        return value.to(device, dtype if value.is_floating_point() else None)
-
-    try:
-        run_on_meta(model, inputs_on("meta"))
-    except RuntimeError:
-        inputs = inputs_on(next((t.device for t in tensors), torch.device("cpu")))
-        model(**inputs) if isinstance(inputs, dict) else model(inputs)
 
 
 def _image(model: nn.Module, found: Found, local: int | tuple[int, int]) -> ImageGrid | None:

@@ -59,9 +59,6 @@ def distill(
     *,
     steps: int = 1000,
     lr: float = 1e-4,
-    weight_decay: float = 0.0,
-    warmup: float = 0.1,
-    clip: float = 1.0,
     loss: Loss = "mse",
     layers: float = 0.0,
     refit_every: int = 0,
@@ -73,7 +70,8 @@ def distill(
 ) -> Distillation:
     """Train `student` in place to give the outputs of `teacher`; no labels are needed.
 
-    AdamW with linear warm-up and cosine decay. Both models run in eval mode, without dropout, as the paper
+    AdamW without weight decay; the learning rate rises over the first tenth of the steps and falls like a
+    cosine; gradients are clipped to norm 1. Both models run in eval mode, without dropout, as the paper
     fine-tunes; modes are restored. A loss or gradient that is not finite stops the training and restores the
     last weights that gave finite ones.
 
@@ -84,9 +82,6 @@ def distill(
             from the start until all steps are made.
         steps: how many batches to learn from.
         lr: highest learning rate.
-        weight_decay: AdamW's.
-        warmup: share of the steps in which the learning rate rises.
-        clip: largest norm of the gradient; 0 for no limit.
         loss: of the outputs: "mse" relative to the teacher's mean square, "kl" for logits, "cosine" for
             embeddings, or a function of the student's and the teacher's output.
         layers: weight of a second loss, on the attention outputs of each converted layer.
@@ -105,8 +100,8 @@ def distill(
     parameters: list[Tensor] = [p for p in student.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError(f"every parameter of the student ({type(student).__name__}) is frozen")
-    optimiser = torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, steps, warmup))
+    optimiser = torch.optim.AdamW(parameters, lr=lr, weight_decay=0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, steps))
     compare = partial(
         _losses, student, teacher, pairs, _loss_function(loss), output or _pick_output, forward or run
     )
@@ -122,7 +117,7 @@ def distill(
             total = main + layers * local
             optimiser.zero_grad()
             torch.autograd.backward(total)
-            norm = nn.utils.clip_grad_norm_(parameters, clip or math.inf)
+            norm = nn.utils.clip_grad_norm_(parameters, 1.0)
             with torch.no_grad():
                 if not bool(total.isfinite() & norm.isfinite()):
                     torch._foreach_copy_(parameters, last_good)
@@ -221,8 +216,8 @@ def _check_models(student: nn.Module, teacher: nn.Module, steps: int, layers: fl
     return {name: (student.get_submodule(name), modules[name]) for name in outermost}
 
 
-def _rate(step: int, steps: int, warmup: float) -> float:
-    rising = warmup * steps
+def _rate(step: int, steps: int) -> float:
+    rising = 0.1 * steps
     if step < rising:
         return (step + 1) / (rising + 1)
     return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1.0, steps - rising)))

@@ -24,7 +24,19 @@ class ImageGrid(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """How one attention class is converted; see `register_conversion`."""
+    """How one attention class is converted.
+
+    Attributes:
+        projections: reads a layer: `lambda layer: Projections.of_linears(layer.heads, layer.q, ...)`.
+        call: replaces the layer's `forward`. Its first argument is the mechanism, called as
+            `attention(x, key_padding_mask=..., is_causal=..., grid=...)`; the others are the layer's own.
+        drops: names of submodules and parameters that may be left behind. A layer with any other parameter
+            that `projections` does not read is refused, so that nothing is lost silently.
+        refuse: returns why a layer of this class cannot be converted, or None.
+        passes_grid: whether `call` passes `grid` to the mechanism, so that `local=(3, 3)` is possible.
+        image: reads the grid from the model, if it is fixed and layers do not get it.
+        bind: reads from the layer what `call` needs, as keyword arguments: plain values only.
+    """
 
     projections: Callable[[nn.Module], Projections]
     call: AnyCall
@@ -38,31 +50,13 @@ class Rule:
 _RULES: dict[str, Rule] = {}
 
 
-def register_conversion(
-    layer_class: type[nn.Module] | str,
-    *,
-    projections: Callable[[nn.Module], Projections],
-    call: AnyCall,
-    drops: tuple[str, ...] = (),
-    refuse: Callable[[nn.Module], str | None] | None = None,
-    passes_grid: bool = False,
-    image: Callable[[nn.Module], ImageGrid | None] | None = None,
-    bind: Callable[[Any], dict[str, Any]] | None = None,
-) -> None:
+def register_conversion(layer_class: type[nn.Module] | str, **rule: Any) -> None:
     """Add an attention class to those that `convert` supports, or replace its rule.
 
     Args:
         layer_class: the class, or its dotted name. Subclasses need their own rules: they may compute
             something else.
-        projections: reads a layer: `lambda layer: Projections.of_linears(layer.heads, layer.q, ...)`.
-        call: replaces the layer's `forward`. Its first argument is the mechanism, called as
-            `attention(x, key_padding_mask=..., is_causal=..., grid=...)`; the others are the layer's own.
-        drops: names of submodules and parameters that may be left behind. A layer with any other parameter
-            that `projections` does not read is refused, so that nothing is lost silently.
-        refuse: returns why a layer of this class cannot be converted, or None.
-        passes_grid: whether `call` passes `grid` to the mechanism, so that `local=(3, 3)` is possible.
-        image: reads the grid from the model, if it is fixed and layers do not get it.
-        bind: reads from the layer what `call` needs, as keyword arguments: plain values only.
+        rule: the attributes of `Rule`; `projections` and `call` are required.
 
     >>> register_conversion(
     ...     MyAttention,
@@ -71,8 +65,7 @@ def register_conversion(
     ... )
     """
     name = layer_class if isinstance(layer_class, str) else _dotted_name(layer_class)
-    drops = (drops,) if isinstance(drops, str) else tuple(drops)
-    _RULES[name] = Rule(projections, call, drops, refuse, passes_grid, image, bind)
+    _RULES[name] = Rule(**rule)
 
 
 def _dotted_name(cls: type) -> str:

@@ -29,7 +29,6 @@ def aan(
     length: int = 4096,
     cut: int | None = None,
     part: Literal["test", "eval"] = "test",
-    literals: Literal["decoded", "kept"] = "decoded",
     limit: int | None = None,
 ) -> Splits:
     """Pairs of texts as bytes; class 1 means that one paper cites the other.
@@ -42,20 +41,16 @@ def aan(
         length: tokens of a row.
         cut: bytes kept of each text; default: 4,000, or `length` if that is less.
         part: which file to test on.
-        literals: "decoded" reads the bytes that b'...' stands for; "kept" takes b, quotes and escapes as
-            text, as the Long Range Arena's own reader does.
         limit: most pairs of each split: the first ones of each class, in equal shares.
     """
     if part not in ("test", "eval"):
         raise ValueError(f'part must be "test" or "eval", got {part!r}')
-    if literals not in ("decoded", "kept"):
-        raise ValueError(f'literals must be "decoded" or "kept", got {literals!r}')
     kept = check_cut(length, cut)
     files = [root / _FILE.format(name) for name in ("train", part)]
     for file in files:
         if not file.is_file():
             raise FileNotFoundError(f"aan: there is no file {file}; it is part of the release's tsv_data")
-    train, test = (_pairs(file, length, kept, literals == "decoded", limit) for file in files)
+    train, test = (_pairs(file, length, kept, limit) for file in files)
     return Splits(train, test, "pairs", 2, BYTE_IDS, length)
 
 
@@ -69,7 +64,7 @@ def decode_literal(text: str, most: int) -> bytes:
     return data.decode("unicode_escape", "replace").encode("latin-1", "replace")[:most]
 
 
-def _pairs(file: Path, length: int, kept: int, decode: bool, limit: int | None) -> Arrays:
+def _pairs(file: Path, length: int, kept: int, limit: int | None) -> Arrays:
     chunks: list[Tensor] = []
     labels: list[int] = []
     texts: list[bytes] = []
@@ -81,7 +76,7 @@ def _pairs(file: Path, length: int, kept: int, decode: bool, limit: int | None) 
             continue
         left[label] -= 1
         labels.append(label)
-        texts += [decode_literal(text, kept) if decode else first_bytes(text, kept) for text in pair]
+        texts += [decode_literal(text, kept) for text in pair]
         if len(texts) == 2 * _CHUNK:
             chunks.append(byte_tokens(texts, length, cut=kept, dtype=torch.int16))
             texts = []

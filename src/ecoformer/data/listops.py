@@ -8,19 +8,13 @@ by level, all at once.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ecoformer import storage
 from ecoformer.data.registry import register_dataset
 from ecoformer.data.splits import Arrays, Splits
-from ecoformer.data.stored import is_stored, read_stored, store
 from ecoformer.data.texts import PAD
 
 TOKENS = ("", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
@@ -30,7 +24,6 @@ _DIGIT, _OPERATOR, _END = 1, 11, 15
 _LIST_SHARE = 0.25
 _BATCH = 2048
 _FRUITLESS = 50
-_DRAWS = 1  # raise it when the same seed gives other lists: caches are found by it
 
 
 class _Level(NamedTuple):
@@ -53,7 +46,6 @@ def listops(
     depth: int = 10,
     arguments: int = 10,
     seed: int = 0,
-    cache: str | os.PathLike[str] | None = None,
 ) -> Splits:
     """Nested lists as token ids (N, max_length), see `TOKENS`; no list occurs twice.
 
@@ -65,7 +57,6 @@ def listops(
         depth: most levels; the innermost are digits.
         arguments: most arguments of a list.
         seed: of all draws.
-        cache: folder where they are kept, for the next call with the same settings.
     """
     shape = {"min_length": min_length, "max_length": max_length, "depth": depth, "arguments": arguments}
     settings = {**shape, "count": count, "test_count": test_count, "seed": seed}
@@ -73,22 +64,6 @@ def listops(
     for name, low in {**least, "count": 1, "test_count": 1}.items():
         if settings[name] < low:
             raise ValueError(f"{name} must be at least {low}, got {settings[name]}")
-    if cache is None:
-        return _generated(count, test_count, seed, shape)
-    stamp = json.dumps({"draws": _DRAWS, **settings}, sort_keys=True)
-    key = hashlib.sha256(stamp.encode()).hexdigest()[:16]
-    folder = Path(cache).expanduser() / f"listops-{key}"
-    try:
-        if is_stored(folder):
-            return read_stored(folder)
-    except storage.CheckpointError:
-        pass  # it can always be generated again
-    splits = replace(_generated(count, test_count, seed, shape), name="listops")
-    store(splits, folder)
-    return splits
-
-
-def _generated(count: int, test_count: int, seed: int, shape: dict[str, int]) -> Splits:
     generator = torch.Generator().manual_seed(seed)
     known: set[bytes] = set()
     rows: list[Tensor] = []
@@ -99,9 +74,9 @@ def _generated(count: int, test_count: int, seed: int, shape: dict[str, int]) ->
         new = _unknown(ids, known)[:missing]
         fruitless = 0 if len(new) else fruitless + 1
         if fruitless == _FRUITLESS:
-            settings = ", ".join(f"{name}={value}" for name, value in shape.items())
+            given = ", ".join(f"{name}={value}" for name, value in shape.items())
             raise ValueError(
-                f"{settings} gave {count + test_count - missing} different lists and no more: widen them, or "
+                f"{given} gave {count + test_count - missing} different lists and no more: widen them, or "
                 f"lower count={count}"
             )
         rows.append(ids[new])

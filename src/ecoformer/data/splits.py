@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tarfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ecoformer.arguments import shape
-from ecoformer.data.files import open_file, read_image
+from ecoformer.data.files import read_image
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -80,13 +79,11 @@ class Images(Dataset[tuple["Image.Image", int]]):
         paths: file of each picture.
         labels: class (N,) of each picture.
         spans: first byte and size (N, 2) of each picture in its file, a tar; None if pictures are files.
-        classes: names of the classes in the order of their numbers, where they have names.
     """
 
     paths: tuple[str, ...]
     labels: Tensor
     spans: Tensor | None = None
-    classes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -98,13 +95,13 @@ class Images(Dataset[tuple["Image.Image", int]]):
         try:
             return read_image(self.paths[i], span), int(self.labels[i])
         except ValueError as error:
-            name = self.paths[i] if span is None else f"{self.paths[i]}: {_member_at(self.paths[i], span[0])}"
-            raise ValueError(f"{name}: {error}") from error
+            where = self.paths[i] if span is None else f"{self.paths[i]}, byte {span[0]}"
+            raise ValueError(f"{where}: {error}") from error
 
     def select(self, index: Tensor) -> Images:
         """The pictures of an index."""
         spans = None if self.spans is None else self.spans[index]
-        return Images(tuple(self.paths[i] for i in index.tolist()), self.labels[index], spans, self.classes)
+        return Images(tuple(self.paths[i] for i in index.tolist()), self.labels[index], spans)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,15 +138,6 @@ class Splits:
                     f"inputs of kind {self.kind!r} have {_DIMENSIONS[self.kind]} dimensions, "
                     f"got {shape(part.inputs)}"
                 )
-
-
-def _member_at(path: str, start: int) -> str:
-    """Name of the file at a byte of a tar, for error messages."""
-    try:
-        with open_file(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            return next(repr(entry.name) for entry in tar if entry.offset_data == start)
-    except Exception:  # the tar has changed
-        return f"byte {start}"
 
 
 def balanced(labels: Tensor, limit: int) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ def byte_tokens(
     length: int,
     *,
     cut: int | None = None,
-    pad_to: Literal["length", "longest"] = "length",
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
     """Texts as token ids (B, length): byte b is b + 1, the rest is `PAD`.
@@ -36,24 +34,20 @@ def byte_tokens(
         texts: strings, encoded as UTF-8, or bytes.
         length: tokens of a row.
         cut: bytes kept of each text; default: `length`.
-        pad_to: "longest" pads rows to the longest text only, but to at least one token.
         dtype: of the ids. Models take int64 and int32; int16 is for storage.
     """
     if isinstance(texts, (str, bytes)):
         raise TypeError(f"texts must be a list of texts, got one {type(texts).__name__}: put it in a list")
     if dtype not in (torch.int16, torch.int32, torch.int64):
         raise ValueError(f"dtype must be int16, int32 or int64, which hold {BYTE_IDS} ids, got {dtype}")
-    if pad_to not in ("length", "longest"):
-        raise ValueError(f'pad_to must be "length" or "longest", got {pad_to!r}')
     kept = check_cut(length, length if cut is None else cut)
     rows = [first_bytes(text, kept) for text in texts]
-    width = length if pad_to == "length" else max([1, *map(len, rows)])
     if not rows:
-        return torch.zeros(0, width, dtype=dtype)
-    raw = bytearray().join(row.ljust(width, b"\0") for row in rows)
-    values = torch.frombuffer(raw, dtype=torch.uint8).view(len(rows), width).to(dtype)
+        return torch.zeros(0, length, dtype=dtype)
+    raw = bytearray().join(row.ljust(length, b"\0") for row in rows)
+    values = torch.frombuffer(raw, dtype=torch.uint8).view(len(rows), length).to(dtype)
     ends = torch.tensor([len(row) for row in rows]).unsqueeze(1)
-    return values.add_(1).masked_fill_(torch.arange(width) >= ends, PAD)
+    return values.add_(1).masked_fill_(torch.arange(length) >= ends, PAD)
 
 
 def check_cut(length: int, cut: int | None) -> int:

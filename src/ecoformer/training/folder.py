@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import json
 import os
-import random
 import secrets
 import shutil
 import socket
@@ -20,14 +19,9 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from ecoformer.arguments import one_line
 from ecoformer.files import TEMPORARY, append_text, replace_text, to_disk
 from ecoformer.storage import CheckpointError
 from ecoformer.training.recipe import Recipe, as_yaml, differences, load_recipe
@@ -35,7 +29,7 @@ from ecoformer.training.recipe import Recipe, as_yaml, differences, load_recipe
 LOCK, MANIFEST, PROGRESS = ".lock", "manifest.json", "progress.safetensors"
 CHANGEABLE = {
     *("about", "data.root", "data.workers", "optimiser.lr", "optimiser.clip", "precision"),
-    *("split_tokens", "eval_batch", "save_every", "keep", "log_every", "tensorboard"),
+    *("split_tokens", "eval_batch", "save_every", "keep", "log_every"),
 }
 """Values that may change on resume: where data are, how work is shared, what helps against NaN."""
 
@@ -51,32 +45,35 @@ class RunFolder:
         self.result_file = self.path / "result.json"
         self.changes_file = self.path / "changes.txt"
         self.checkpoints = self.path / "checkpoints"
-        self.tensorboard = self.path / "tensorboard"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder's lock, or raise with the name of its holder. The lock ends with the process."""
-        is_new = not self.path.exists()
+        """Hold the folder's lock, or raise with the name of its holder. The lock ends with the process.
+
+        POSIX locks belong to one process, so forked workers do not hold them after it is killed.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
-        file = self.path / LOCK
-        descriptor = _lock(file)
-        try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        with os.fdopen(os.open(self.path / LOCK, flags, 0o666), "r+", errors="replace") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    holder = " ".join(file.read(200).split()) or "another process"
+                    raise RuntimeError(
+                        f"{self.path} is in use by {holder}: wait for it to end, or choose another --out"
+                    ) from None
+                warnings.warn(f"{self.path} cannot be locked ({error.strerror})", stacklevel=3)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}")
+            file.flush()
             yield
-        finally:
-            file.unlink(missing_ok=True)
-            os.close(descriptor)
-            if is_new:
-                with suppress(OSError):  # a run that has started leaves files
-                    self.path.rmdir()
 
     def check(self, recipe: Recipe, *, resume: bool) -> list[str]:
         """Raise unless the recipe can start or resume in this folder; return what it changes."""
-        for folder in (self.checkpoints, self.tensorboard):
-            if folder.is_symlink():
-                raise OSError(f"{folder} is a link: a run writes no files through links, remove it")
+        if self.checkpoints.is_symlink():
+            raise OSError(f"{self.checkpoints} is a link: a run writes no files through links, remove it")
         if not self.recipe_file.exists():
-            if resume and not self._barely_begun():
-                raise FileNotFoundError(f"there is no run to resume in {self.path}: leave --resume out")
             return []
         if not resume:
             raise FileExistsError(
@@ -93,11 +90,6 @@ class RunFolder:
                 "values, or start a new run with --out"
             )
         return list(differing.values())
-
-    def _barely_begun(self) -> bool:
-        """Whether the run in this folder was killed before it had written its recipe."""
-        names = [entry.name for entry in self.path.iterdir()] if self.path.is_dir() else [""]
-        return all(name in ("checkpoints", LOCK) or fnmatch(name, TEMPORARY) for name in names)
 
     def begin(self, recipe: Recipe, changes: Iterable[str] = ()) -> None:
         """Create the folder and write the recipe and what has changed in it."""
@@ -224,47 +216,3 @@ def _checksum(file: Path) -> str:
         while block := stream.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def check_random_states(file: Path) -> None:
-    """Raise for a file that Accelerate would ignore."""
-    from accelerate.utils import load
-
-    try:
-        states = load(file)
-        random.setstate(states["random_state"])
-        np.random.set_state(states["numpy_random_seed"])  # noqa: NPY002  the state that Accelerate keeps
-        torch.set_rng_state(states["torch_manual_seed"])
-    except Exception as error:  # a malformed pickle fails in many ways
-        raise CheckpointError(
-            f"{file} holds no random states ({one_line(error, 100)}): remove {file.parent} to resume from an "
-            "older checkpoint"
-        ) from error
-
-
-def _lock(file: Path) -> int:
-    """Return a descriptor that holds the lock on a file.
-
-    POSIX locks belong to one process, so forked workers do not hold them after it is killed.
-    """
-    while True:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                warnings.warn(f"{file} cannot be locked ({error.strerror})", stacklevel=2)
-                return descriptor
-            holder = " ".join(os.read(descriptor, 200).decode(errors="replace").split())
-            os.close(descriptor)
-            raise RuntimeError(
-                f"{file.parent} is in use by {holder or 'another process'}: wait for it to end, or choose "
-                "another --out"
-            ) from None
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.lstat(file)):  # the last holder removes the file
-                os.ftruncate(descriptor, 0)
-                holder = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}"
-                os.write(descriptor, holder.encode())
-                return descriptor
-        os.close(descriptor)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,18 +44,6 @@ def is_sharded(accelerator: Any) -> bool:
 def is_first_process() -> bool:
     """Whether this process prints and writes; known before the processes have met."""
     return os.environ.get("RANK", "0") == "0"
-
-
-@contextmanager
-def one_process_first(device: str | None) -> Iterator[None]:
-    """The first process of a machine runs the context before the others."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield
-        return
-    from accelerate import PartialState
-
-    with PartialState(cpu=_is_cpu(device)).local_main_process_first():
-        yield
 
 
 def divide(recipe: Recipe, kind: str, accelerator: Any) -> tuple[int, int, dist.ProcessGroup | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
@@ -159,7 +158,6 @@ class Recipe(Section):
     keep: Positive = 2
     """Number of checkpoints to keep."""
     log_every: Positive = 50
-    tensorboard: bool = False
 
     @model_validator(mode="after")
     def _one_mask_rate(self) -> Self:
@@ -213,19 +211,13 @@ def check_recipe(values: Mapping[str, Any], source: str) -> Recipe:
 
 def _problem(found: Any) -> str:
     where, given = ".".join(map(str, found["loc"])), found["input"]
-    if found["type"] == "missing":
-        return f"{where} is missing"
-    if found["type"] == "extra_forbidden":
-        fields: Any = Recipe.model_fields
-        for section in found["loc"][:-1]:
-            fields = getattr(fields[section].annotation, "model_fields", {})
-        close = difflib.get_close_matches(str(found["loc"][-1]), fields, n=1)
-        return f"no such key: {where}" + (
-            f", did you mean {close[0]}?" if close else f" (there are {', '.join(fields)})"
-        )
-    message = found["msg"].removeprefix("Value error, ")
-    got = "" if isinstance(given, (dict, BaseModel)) else f", got {given!r}"
-    return f"{where}{': ' if where else ''}{message[0].lower()}{message[1:]}{got}"
+    message = {"missing": "is missing", "extra_forbidden": "is not a key of a recipe, see --show"}.get(
+        found["type"]
+    )
+    if message is None:
+        got = "" if isinstance(given, (dict, BaseModel)) else f", got {given!r}"
+        message = found["msg"].removeprefix("Value error, ") + got
+    return f"{where} {message}".strip()
 
 
 def _read(source: str | Path) -> dict[str, Any]:

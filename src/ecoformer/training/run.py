@@ -24,7 +24,7 @@ from ecoformer.training.console import Display
 from ecoformer.training.folder import RunFolder
 from ecoformer.training.loop import Interrupted, Trainer
 from ecoformer.training.model import figures, judge
-from ecoformer.training.processes import is_first_process, one_process_first
+from ecoformer.training.processes import is_first_process
 from ecoformer.training.recipe import MASKED_DATA, Recipe, load_recipe
 
 
@@ -55,7 +55,7 @@ def train(
     Args:
         recipe: see `load_recipe`.
         out: the run's folder: recipe, metrics, checkpoints, the trained model and the result.
-        resume: continue the run in `out` from its newest good checkpoint, or from the start if it has none.
+        resume: continue the run in `out` from its newest good checkpoint; without one, start.
         device: "cpu" or "cuda"; default: a GPU if there is one.
         show: progress on stderr.
         splits: the data; default: those of the recipe.
@@ -66,12 +66,8 @@ def train(
         finished: dict[str, Any] = json.loads(folder.result_file.read_text(encoding="utf-8"))
         return finished
     with folder.locked() if first else nullcontext():
-        if splits is None:
-            shared = "cache" in recipe.data.options  # which only one process may write
-            with one_process_first(device) if shared else nullcontext():
-                splits = load_splits(recipe)
-        board = folder.tensorboard if recipe.tensorboard and first else None
-        display = Display(show=show and first, board=board)
+        splits = load_splits(recipe) if splits is None else splits
+        display = Display(show=show and first)
         trainer = Trainer(recipe, splits, folder, resume=resume, device=device, display=display)
         with _how_to_continue(folder):
             measured = trainer.run()
