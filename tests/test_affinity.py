@@ -206,8 +206,8 @@ def test_prepared_numbers_follow_changes_and_gradients():
 
 
 def test_nothing_prepared_in_inference_mode_is_used_for_training():
-    affinity, like = Affinity(4, 0.9), torch.zeros(1)
+    affinity, device = Affinity(4, 0.9), torch.device("cpu")
     with torch.inference_mode():
-        assert affinity.prepared(16, 2, like)[0].is_inference()
-    assert not affinity.prepared(16, 2, like)[0].is_inference()
-    assert affinity.prepared(16, 2, like)[0] is affinity.prepared(16, 2, like)[0]
+        assert affinity.prepared(16, 2, device)[0].is_inference()
+    assert not affinity.prepared(16, 2, device)[0].is_inference()
+    assert affinity.prepared(16, 2, device)[0] is affinity.prepared(16, 2, device)[0]

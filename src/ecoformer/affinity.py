@@ -124,8 +124,8 @@ class Affinity:
         )
         return weight * (1 + beta) ** self.size(bits), (1 - beta) / (1 + beta)
 
-    def prepared(self, bits: int, heads: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`scale` and `ratio` (H, G) and the smallest denominator a key (H,), for fused backends.
+    def prepared(self, bits: int, heads: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """`scale` and `ratio` (H, G) and the smallest denominator a key (H,), in fp32 for fused backends.
 
         Kept until beta or weight change, unless a gradient is needed: this takes as long as a short kernel.
         """
@@ -133,10 +133,11 @@ class Affinity:
         changing = torch.compiler.is_compiling() or any(
             x.is_inference() or (x.requires_grad and torch.is_grad_enabled()) for x in given
         )
-        place = (like.device, like.dtype, torch.is_inference_mode_enabled())
-        key = None if changing else (bits, heads, *place, *(x._version for x in given))
+        mode = torch.is_inference_mode_enabled()
+        key = None if changing else (bits, heads, device, mode, *(x._version for x in given))
         if key is not None and key in self._prepared:
             return self._prepared[key]
+        like = torch.empty(0, dtype=torch.float32, device=device)
         scale, ratio = (x.expand(heads, -1).contiguous() for x in self.levels(bits, like))
         found = scale, ratio, FLOOR * self.total(like).detach().expand(heads)
         if key is not None:

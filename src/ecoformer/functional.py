@@ -24,7 +24,7 @@ from ecoformer.arguments import (
 )
 from ecoformer.backends import eager, fused
 from ecoformer.backends.choice import asked_for, pick, tell_if_asked
-from ecoformer.backends.hashing import Functions, check_functions, sign_ste, transforming
+from ecoformer.backends.hashing import Functions, Signs, check_functions, sign_ste, transforming
 
 __all__ = ["causal_product", "eco_attention", "hash_attention", "pack_codes", "sign_ste", "unpack_codes"]
 
@@ -91,6 +91,8 @@ def eco_attention(
     if group is None and not affinity.own_value and not (transforming() or _watched()):
         functions, key_functions = hasher.functions(), None if key_hasher is None else key_hasher.functions()
         if functions is not None and (key_hasher is None or key_functions is not None):
+            if isinstance(functions, Signs) and isinstance(key_functions, Signs):
+                key_functions = None
             given = (q, k, v, key_padding_mask, key_weight, functions, key_functions)
             out = _fused(given, affinity, is_causal, wanted)
             if out is not None:
@@ -127,12 +129,12 @@ def _fused(given: tuple[Any, ...], affinity: Affinity, is_causal: bool, wanted: 
         if torch.float64 in (q.dtype, v.dtype):
             tell_if_asked(wanted, "it takes fp32, bf16 and fp16")
         return None
-    bits, heads = functions.weight.shape[-1], v.shape[1]
+    bits, heads = check_functions("hasher", functions, q)[2], v.shape[1]
     constant = affinity.constant(bits)
     scale = ratio = floor = None
     if constant is None:
         affinity.check_heads(v)
-        scale, ratio, floor = affinity.prepared(bits, heads, functions.weight)
+        scale, ratio, floor = affinity.prepared(bits, heads, v.device)
     elif affinity.needs_floor(bits):
         return None
     tensors = (q, k, v, mask, key_weight, functions, key_functions)
@@ -155,11 +157,14 @@ def _regular(
     is_causal: bool,
 ) -> bool:
     """Whether fused backends take these arguments; eager's checks say what is wrong with others."""
-    heads, dim, bits = sizes = check_functions("hasher", functions)
-    if key_functions is not None and check_functions("key_hasher", key_functions) != sizes:
-        return False
     if not q.ndim == k.ndim == v.ndim == 4 or not (q.numel() and v.numel() and k.numel()):
         return False
+    heads, dim, bits = sizes = check_functions("hasher", functions, q)
+    if key_functions is not None:
+        if isinstance(functions, Signs) or isinstance(key_functions, Signs):
+            return False
+        if check_functions("key_hasher", key_functions, k) != sizes:
+            return False
     device, batch, tokens = v.device, v.shape[0], v.shape[2]
     if k.shape != (batch, heads, tokens, dim) or v.shape[1] != heads:
         return False

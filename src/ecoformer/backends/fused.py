@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from ecoformer.affinity import Affinity, group_values, mixing
 from ecoformer.arguments import one_line
 from ecoformer.backends import eager
-from ecoformer.backends.hashing import Functions, HashFunctions, Hyperplanes, codes
+from ecoformer.backends.hashing import Functions, HashFunctions, Hyperplanes, Signs, codes
 
 __all__ = [
     "DTYPES",
@@ -34,6 +34,7 @@ __all__ = [
     "HashFunctions",
     "Hyperplanes",
     "Needs",
+    "Signs",
     "empty_out",
     "load",
     "run",
@@ -77,7 +78,7 @@ class FusedCall(NamedTuple):
     key_weight: Tensor | None
     """(B, H, N_k) of any float dtype."""
     functions: Functions
-    """In fp32."""
+    """In fp32. `Signs`: q and k are projections, D = b."""
     key_functions: Functions | None
     """None where keys have the queries' hash functions."""
     scale: Tensor | None
@@ -92,7 +93,7 @@ class FusedCall(NamedTuple):
     @property
     def bits(self) -> int:
         """b."""
-        return self.functions.weight.shape[-1]
+        return self.q.shape[-1] if isinstance(self.functions, Signs) else self.functions.weight.shape[-1]
 
     @property
     def groups(self) -> int:
@@ -117,15 +118,15 @@ class FusedCall(NamedTuple):
     @classmethod
     def of(cls, *flat: Any) -> FusedCall:
         """The call that `flat` laid out."""
-        fields: tuple[Any, ...] = (*flat[:5], _joined(flat[5:9]), _joined(flat[9:13]), *flat[13:])
+        functions, key_functions = _joined(flat[5:9]) or Signs(), _joined(flat[9:13])
+        fields: tuple[Any, ...] = (*flat[:5], functions, key_functions, *flat[13:])
         return cls._make(fields)
 
     @classmethod
     def simple(cls, q: Tensor, v: Tensor, functions: Functions) -> FusedCall:
         """The paper's attention without further options."""
-        bits = functions.weight.shape[-1]
-        constant = Affinity.paper(bits).constant(bits) or 0.0
-        return cls(q, None, v, None, None, functions, None, None, None, None, constant, False)
+        call = cls(q, None, v, None, None, functions, None, None, None, None, 0.0, False)
+        return call._replace(constant=Affinity.paper(call.bits).constant(call.bits) or 0.0)
 
     def differentiable(self) -> list[Tensor | None]:
         """The tensors named by `DIFFERENTIABLE`."""
@@ -134,7 +135,7 @@ class FusedCall(NamedTuple):
 
 
 def _spread(functions: Functions | None) -> tuple[Tensor | None, ...]:
-    if functions is None:
+    if functions is None or isinstance(functions, Signs):
         return None, None, None, None
     return (None, None, None, *functions) if isinstance(functions, Hyperplanes) else tuple(functions)
 
@@ -261,7 +262,7 @@ def _kept(name: str, call: FusedCall) -> list[Tensor]:
 
 _ARGUMENTS = (
     "Tensor q, Tensor? k, Tensor v, Tensor? mask, Tensor? key_weight, Tensor? support, Tensor? mean, "
-    "Tensor? sigma, Tensor weight, Tensor? key_support, Tensor? key_mean, Tensor? key_sigma, "
+    "Tensor? sigma, Tensor? weight, Tensor? key_support, Tensor? key_mean, Tensor? key_sigma, "
     "Tensor? key_hash_weight, Tensor? scale, Tensor? ratio, Tensor? floor, float constant, bool causal, "
     "str backend"
 )
@@ -364,9 +365,9 @@ def eco_attention_backward(*arguments: Any) -> list[Tensor]:
 @eco_attention_backward.register_fake
 def _(*arguments: Any) -> list[Tensor]:
     _, *flat, _, _, needs = arguments
-    inputs, like = FusedCall.of(*flat).differentiable(), flat[8]
+    inputs, like = FusedCall.of(*flat).differentiable(), flat[0]
     return [
-        like.new_empty(0) if x is None or not needed else x.new_empty(x.shape)
+        like.new_empty(0, dtype=torch.float32) if x is None or not needed else x.new_empty(x.shape)
         for x, needed in zip(inputs, needs, strict=True)
     ]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-Surrogate = Literal["hardtanh", "sigmoid"]
+Surrogate = Literal["hardtanh", "sigmoid", "scaled"]
 
 
 class HashFunctions(NamedTuple):
@@ -30,11 +30,17 @@ class Hyperplanes(NamedTuple):
     """(H, D, b) W."""
 
 
-Functions = HashFunctions | Hyperplanes
+class Signs(NamedTuple):
+    """Tokens are projections already, one channel a bit: a code is their signs. The gradient is "scaled"."""
 
 
-def check_functions(name: str, functions: Functions) -> tuple[int, int, int]:
+Functions = HashFunctions | Hyperplanes | Signs
+
+
+def check_functions(name: str, functions: Functions, tokens: Tensor) -> tuple[int, int, int]:
     """Heads, channels and bits; refuses tensors that do not fit each other: kernels would read past them."""
+    if isinstance(functions, Signs):
+        return tokens.shape[1], tokens.shape[-1], tokens.shape[-1]
     weight = functions.weight
     if isinstance(functions, Hyperplanes):
         if weight.ndim != 3:
@@ -60,14 +66,15 @@ def transforming() -> bool:
 
 def check_surrogate(surrogate: str) -> None:
     """Refuse a surrogate gradient that `sign_ste` does not have."""
-    if surrogate not in ("hardtanh", "sigmoid"):
-        raise ValueError(f'surrogate must be "hardtanh" or "sigmoid", got {surrogate!r}')
+    if surrogate not in get_args(Surrogate):
+        raise ValueError(f'surrogate must be "hardtanh", "sigmoid" or "scaled", got {surrogate!r}')
 
 
 def sign_ste(x: Tensor, surrogate: Surrogate = "hardtanh", zero: float = 1.0) -> Tensor:
     """sign(x) in the forward pass, the gradient of a smooth surrogate in the backward pass.
 
-    "hardtanh" passes the gradient where |x| <= 1 (the paper); "sigmoid" is that of 2 / (1 + e^-x) - 1.
+    "hardtanh" passes the gradient where |x| <= 1 (the paper); "sigmoid" is that of 2 / (1 + e^-x) - 1;
+    "scaled" is "hardtanh" of `scaled(x)`, which does not depend on how long x is.
     `zero` is sign(0): +1 in the paper, 0 in the released code. NaN stays NaN.
     """
     check_surrogate(surrogate)
@@ -75,9 +82,18 @@ def sign_ste(x: Tensor, surrogate: Surrogate = "hardtanh", zero: float = 1.0) ->
         codes = torch.where(x > 0, 1.0, torch.where(x < 0, -1.0, torch.where(x == 0, zero, x))).to(x.dtype)
     if not x.requires_grad and not transforming():
         return codes
-    smooth = x.clamp(-1, 1) if surrogate == "hardtanh" else 2 * torch.sigmoid(x) - 1
+    if surrogate == "sigmoid":
+        smooth = 2 * torch.sigmoid(x) - 1
+    else:
+        smooth = (x if surrogate == "hardtanh" else scaled(x)).clamp(-1, 1)
     # (smooth - smooth) is zero, so the value stays exactly ±1 while the gradient is that of `smooth`.
     return codes + (smooth - smooth.detach())
+
+
+def scaled(x: Tensor) -> Tensor:
+    """x (..., b) over the root mean square of its last dimension, which counts as a constant."""
+    square = x.detach().square().mean(dim=-1, keepdim=True)
+    return x * torch.where(square == 0, 1, square).rsqrt()
 
 
 def unit_length(tokens: Tensor) -> Tensor:
@@ -99,6 +115,8 @@ def squared_distances(unit: Tensor, support: Tensor) -> Tensor:
 
 def project(tokens: Tensor, functions: Functions) -> Tensor:
     """Real numbers (B, H, N, b), whose signs are the codes, of tokens (B, H, N, D) in their dtype."""
+    if isinstance(functions, Signs):
+        return tokens
     unit = unit_length(tokens)
     if isinstance(functions, Hyperplanes):
         return unit @ functions.weight.to(tokens.dtype)
@@ -109,4 +127,5 @@ def project(tokens: Tensor, functions: Functions) -> Tensor:
 
 def codes(tokens: Tensor, functions: Functions) -> Tensor:
     """Codes (B, H, N, b) of ±1 in fp32; sign(0) is +1, NaN stays NaN, the gradient passes where |y| <= 1."""
-    return sign_ste(project(tokens.float(), functions))
+    surrogate: Surrogate = "scaled" if isinstance(functions, Signs) else "hardtanh"
+    return sign_ste(project(tokens.float(), functions), surrogate)

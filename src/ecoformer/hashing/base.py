@@ -177,12 +177,12 @@ class Hasher(Described, nn.Module):
             self._known_fitted = False
         return self
 
-    def _is_plain(self) -> bool:
-        """Whether `forward` does nothing but take the sign of `project`."""
+    def _is_plain(self, surrogate: Surrogate = "hardtanh") -> bool:
+        """Whether `forward` does nothing but take the sign of `project`, with this surrogate gradient."""
         hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
         if any(hooks) or _has_global_hooks() or "forward" in self.__dict__:
             return False
-        if type(self).forward is not Hasher.forward or (self.surrogate, self.sign_of_zero) != ("hardtanh", 1):
+        if type(self).forward is not Hasher.forward or (self.surrogate, self.sign_of_zero) != (surrogate, 1):
             return False
         self._require_fitted()
         return True

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ecoformer.backends.hashing import Hyperplanes, project, unit_length
+from ecoformer.backends.hashing import Hyperplanes, Signs, project, unit_length
 from ecoformer.hashing.base import Hasher, wide_dtype
 from ecoformer.operations import Operations, Product
 from ecoformer.randomness import seeded
@@ -138,3 +138,8 @@ class SignHasher(_DrawnHasher):
             return tokens[..., : self.bits]
         angles = unit_length(tokens) @ self.frequencies.to(tokens.dtype) + self.phases.to(tokens.dtype)
         return math.sqrt(2) * torch.cos(angles)
+
+    def functions(self) -> Signs | None:
+        """Signs of all channels, with the gradient that kernels have for them."""
+        known = type(self).project is SignHasher.project and self.features == "channels"
+        return Signs() if known and self.bits == self.head_dim and self._is_plain("scaled") else None

@@ -12,7 +12,7 @@ from functools import cache
 from torch import Tensor
 
 from ecoformer.arguments import one_line
-from ecoformer.backends.fused import CannotRun, FusedCall, Grads, Needs
+from ecoformer.backends.fused import CannotRun, FusedCall, Grads, Needs, Signs
 
 __all__ = ["backward", "cannot", "forward", "kept"]
 
@@ -24,6 +24,8 @@ def cannot(call: FusedCall, *, needs_grad: bool) -> str | None:
         return f"it runs on the CPU, tokens are on {device}"
     if not _installed():
         return "numba is not installed: pip install 'ecoformer[cpu]'"
+    if isinstance(call.functions, Signs):
+        return "it does not take projections"
     if call.key_functions is not None and call.key_functions[0].shape != call.functions[0].shape:
         return "queries and keys have hash functions of different shapes"
     return "it has no gradient" if needs_grad else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ecoformer.backends.fused import DTYPES, Functions, FusedCall, HashFunctions
+from ecoformer.backends.fused import DTYPES, Functions, FusedCall, HashFunctions, Signs
 from ecoformer.backends.triton.configs import HEAVY, capability
 from ecoformer.backends.triton.hashing import INTERPRETED, VERSION
 from ecoformer.backends.triton.launch import forward, kept, sizes_of
@@ -27,6 +27,8 @@ def cannot(call: FusedCall, *, needs_grad: bool) -> str | None:
     if VERSION < (3, 3):
         # The compiler of 3.2 does not fail on some backward kernels, it aborts the process.
         return "it needs Triton 3.3"
+    if isinstance(call.functions, Signs):
+        return "it does not take projections"
     if any(x.dtype not in DTYPES for x in (q, v)):
         return "it takes fp32, bf16 and fp16"
     if call.key_weight is not None and call.key_weight.dtype not in DTYPES:
