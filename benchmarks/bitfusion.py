@@ -14,15 +14,14 @@ from record import write_result
 
 import ecoformer
 from ecoformer.bitfusion import (
-    FullyConnected,
     Total,
-    attention_layer,
     printed_table,
     simulate,
-    simulate_all,
+    simulate_layer,
     simulate_model,
 )
-from ecoformer.report.rows import printed_rows
+from ecoformer.operations import Product
+from ecoformer.report.tables import printed_rows
 
 IMAGE = (1, 3, 224, 224)
 MECHANISMS = ("softmax", "performer", "linformer", "reformer", "eco")
@@ -69,14 +68,14 @@ def model(mechanism: str, code_bits: int | None = None) -> dict[str, Any]:
     result = simulate_model(built, IMAGE, code_bits=code_bits)
     attention = result.of("attention")
     share = attention.energy_nj / result.total.energy_nj
-    return brief(result.total) | {"macs": result.work.macs, "attention": share}
+    return brief(result.total) | {"macs": result.macs, "attention": share}
 
 
 def codes() -> dict[str, Any]:
     """Products with codes, moved as 1, 2 and 8 bits."""
     found: dict[str, Any] = {}
     for name, (rows, inputs, outputs) in CODES.items():
-        results = {bits: simulate(FullyConnected(rows, inputs, outputs, bits, 8)) for bits in (1, 2, 8)}
+        results = {bits: simulate(Product(rows, inputs, outputs), (bits, 8)) for bits in (1, 2, 8)}
         found[name] = {
             str(bits): {"cycles": result.cycles, "uj": result.energy_nj / 1e3}
             for bits, result in results.items()
@@ -85,7 +84,7 @@ def codes() -> dict[str, Any]:
 
 
 def main() -> None:
-    layers = {name: brief(simulate_all(attention_layer(name))) for name in ("softmax", "eco")}
+    layers = {name: brief(simulate_layer(name)) for name in ("softmax", "eco")}
     figures = {
         "table": table(),
         "layer": layers,

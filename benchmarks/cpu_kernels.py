@@ -102,7 +102,7 @@ def models() -> list[dict[str, Any]]:
     rows = []
     for last in (False, True):  # which is faster depends on the batch
         about = {"model": "pvt_v2_b0", "resolution": 224, "channels_last": last}
-        load = Load(images, "images", about, channels_last=last)
+        load = Load(images, about, channels_last=last)
         rows += bench_models(model, MECHANISMS, load, [1, 16], Bench(CPU, 4.0)).rows
     return [row.to_dict() for row in rows]
 

@@ -63,19 +63,26 @@ class Product:
     term: Counts | None = None
 
     @property
+    def macs(self) -> int:
+        """Terms of all sums."""
+        return self.rows * self.inner * self.columns * self.times
+
+    @property
     def counts(self) -> Counts:
         """The paper's count."""
         usual = Counts(add=1) if "code" in (self.left, self.right) else mac()
-        return (self.term or usual) * (self.rows * self.inner * self.columns * self.times)
+        return (self.term or usual) * self.macs
 
 
 @dataclass(frozen=True)
 class Convolution:
     """A convolution of `batch` images with learned weights; pairs are (vertical, horizontal).
 
-    A sequence is an image of height 1. `output` is the size that the model computes, `padding` is None where
-    it is not a pair of numbers.
+    A sequence is an image of height 1. `size` is that of the input without padding.
     """
+
+    left: ClassVar[Operand] = "value"
+    right: ClassVar[Operand] = "weight"
 
     batch: int
     in_channels: int
@@ -84,15 +91,19 @@ class Convolution:
     output: tuple[int, int]
     kernel: tuple[int, int]
     stride: tuple[int, int] = (1, 1)
-    padding: tuple[int, int] | None = (0, 0)
     dilation: tuple[int, int] = (1, 1)
     groups: int = 1
 
     @property
-    def counts(self) -> Counts:
-        """A multiply-accumulate for every weight and output position; a bias is not included."""
+    def macs(self) -> int:
+        """One for every weight and output position; a bias is not included."""
         weights = math.prod(self.kernel) * self.in_channels // self.groups * self.out_channels
-        return mac(weights * self.batch * math.prod(self.output))
+        return weights * self.batch * math.prod(self.output)
+
+    @property
+    def counts(self) -> Counts:
+        """The paper's count."""
+        return mac(self.macs)
 
 
 Operation = Product | Convolution | Counts

@@ -36,7 +36,11 @@ def import_library(name: str) -> Any:
 
 def import_timm() -> Any:
     """timm, with our models registered."""
-    timm = import_library("timm")
+    try:
+        timm = import_library("timm")
+    except ModuleNotFoundError as error:
+        hint = f"{error.name} is not installed: pip install 'ecoformer[vision]'"
+        raise ModuleNotFoundError(hint, name=error.name) from error
     for family in ("pvt_v2", "twins"):
         importlib.import_module(f"ecoformer.models.{family}")
     return timm

@@ -12,7 +12,7 @@ from small_models import pvt
 from torch import Tensor, nn
 
 import ecoformer
-from ecoformer.accounting import Ledger, sweep
+from ecoformer.accounting import Ledger
 from ecoformer.accounting.cpu_kernels import code_counts, kernel_counts
 from ecoformer.attention import Attention, HashedAttention
 from ecoformer.hashing import KernelHasher
@@ -181,9 +181,3 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_mistakes(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         ecoformer.cost(nn.Linear(4, 4), (2, 4), **arguments)
-
-    def never() -> nn.Module:
-        raise RuntimeError("checks come before the model is built")
-
-    with pytest.raises(ValueError, match=message):
-        sweep(never, "resolution", [64], **arguments)

@@ -1,9 +1,7 @@
 """`bench attention`: nothing wrong is timed."""
 
 import math
-import sys
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from ecoformer.benchmarking.attention import (
     contestants_of,
     draw_inputs,
 )
-from ecoformer.benchmarking.contestants import compiled, flash_linear_attention, hashed_backends
+from ecoformer.benchmarking.contestants import compiled, hashed_backends
 from ecoformer.benchmarking.measuring import Bench
 
 CPU = torch.device("cpu")
@@ -224,27 +222,6 @@ def test_errors():
     assert math.isnan(contestants.relative_error([truth, truth * math.nan], [truth, truth]))
     assert math.isnan(contestants.relative_error([truth[:1]], [truth]))
     assert contestants.relative_error([truth * 0 + 0.5], [truth * 0]) == pytest.approx(0.5)
-
-
-def test_flash_linear_attention(monkeypatch):
-    def chunk_linear_attn(q, k, v, scale=None, normalize=True):
-        weights = torch.einsum("bnhd,bmhd->bhnm", q, k).tril() * scale
-        return torch.einsum("bhnm,bmhd->bnhd", weights, v), None
-
-    gpu = torch.device("cuda")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert flash_linear_attention(gpu) == ([], "flash-linear-attention (fla) is not installed")
-    ops = ModuleType("fla.ops.linear_attn")
-    ops.chunk_linear_attn = chunk_linear_attn
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
-    monkeypatch.setitem(sys.modules, "fla.ops.linear_attn", ops)
-    assert flash_linear_attention(CPU)[0] == []
-    (peer,) = flash_linear_attention(gpu)[0]
-    q, k, v = torch.randn(3, 2, 2, 9, 4)
-    torch.testing.assert_close(peer(q, k, v), peer(q.double(), k.double(), v.double()).float())
-    monkeypatch.setitem(sys.modules, "fla.ops.linear_attn", None)
-    assert "cannot be imported" in flash_linear_attention(gpu)[1]
 
 
 def test_explicit_matrix_with_padding_and_causal_order():

@@ -49,9 +49,8 @@ def test_peak_memory():
 
 
 def test_energy():
+    pytest.importorskip("pynvml")
     meter = EnergyMeter(GPU)
-    if meter.note.startswith("no energy"):
-        pytest.skip(meter.note)
     a = torch.randn(8192, 8192, device=GPU)
     assert meter.measure(lambda: a @ a)["joules"] > 0
 
@@ -107,7 +106,7 @@ def test_models(amp, train, compiled):
         return torch.randint(1, 30, (count, 256), generator=torch.Generator().manual_seed(count))
 
     model = TextEncoder(attention="softmax", vocabulary=30, length=256, dim=32, hidden=16, depth=1).eval()
-    load = Load(texts, "tokens", {}, per_sample=256, train=train, amp=amp, compiled=compiled)
+    load = Load(texts, {}, train=train, amp=amp, compiled=compiled)
     names = ("softmax", "eco") if compiled else ("softmax", "native", "explicit", "performer", "eco")
     rows = bench_models(model, names, load, [2, 4], Bench(GPU, 0.02, graphs=True)).rows
     assert [row.failure for row in rows] == [None] * len(rows)

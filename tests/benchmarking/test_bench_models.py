@@ -1,4 +1,4 @@
-"""`bench model` and `bench fit`."""
+"""`bench model`."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from ecoformer.attention import EcoAttention
 from ecoformer.benchmarking import contestants, models
 from ecoformer.benchmarking.contestants import ExplicitAttention, check_training, reference_attention
 from ecoformer.benchmarking.measuring import Bench
-from ecoformer.benchmarking.models import Load, bench_fit, bench_models, make_explicit
+from ecoformer.benchmarking.models import Load, bench_models, make_explicit
 from ecoformer.conversion import convert
 from ecoformer.hashing import FitOptions, KernelHasher, fit_hashers
 from ecoformer.models.text import TextEncoder
@@ -22,7 +22,7 @@ def texts(count):
 
 
 def load(**how):
-    return Load(texts, "tokens", {"model": "text"}, per_sample=40, **how)
+    return Load(texts, {"model": "text"}, **how)
 
 
 def text_model(**how):
@@ -129,7 +129,7 @@ def test_padding_is_compared_too(model):
     def padded(count):
         return texts(count).index_fill(1, torch.arange(30, 40), 0)
 
-    run = bench_models(model, ["eco"], Load(padded, "tokens", {}), [2], Bench(CPU, 0.01))
+    run = bench_models(model, ["eco"], Load(padded, {}), [2], Bench(CPU, 0.01))
     assert [row.failure for row in run.rows] == [None, None]
 
 
@@ -193,39 +193,6 @@ def test_explicit_replaces_every_softmax_layer(model):
     kinds = [type(block.attn) for block in make_explicit(model).blocks]
     assert kinds == [ExplicitAttention]
     torch.testing.assert_close(model(sample), before)
-
-
-def test_fit():
-    run = bench_fit(KernelHasher(1, 8, 4, 10), torch.randn(2, 1, 60, 8), repeats=2)
-    row = run.rows[0].to_dict()
-    assert row["shape"] == [2, 1, 60, 8]
-    assert row["repeats"] == 2
-    assert row["seconds"] == pytest.approx(row["median_ms"] / 1e3)
-    assert row["checked"]["error"] < 1
-
-
-def test_a_fit_that_learned_nothing_gets_no_time(monkeypatch):
-    right = KernelHasher.fit
-
-    def lazy(self, tokens, **kwargs):
-        right(self, tokens, options=FitOptions(steps=0, start="random", support="random"))
-        self.weight.copy_(self.weight[..., :1].expand_as(self.weight))
-        return self
-
-    monkeypatch.setattr(
-        KernelHasher, "fit", lambda self, tokens, **k: (lazy if "seed" in k else right)(self, tokens, **k)
-    )
-    row = bench_fit(KernelHasher(1, 8, 4, 10), torch.randn(2, 1, 60, 8), repeats=1).rows[0]
-    assert row.wrong
-    assert row.timing is None
-    assert "the objective of random hash functions" in row.failure
-
-
-def test_fit_of_a_model(model):
-    convert(model, "eco", bits=4, support=5)
-    row = bench_fit(model, texts(3), "text", repeats=1, options=QUICK).rows[0].to_dict()
-    assert row["hashers"] == 1
-    assert row["seconds_per_hasher"] == row["seconds"] > 0
 
 
 class Noisy(torch.autograd.Function):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ecoformer.bitfusion import attention_layer, printed_table, simulate_all
+from ecoformer.bitfusion import printed_table, simulate_layer
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "bitfusion.md").read_text()
@@ -19,7 +19,7 @@ def test_the_file_is_what_is_computed():
     for row, now in zip(FIGURES["table"], printed_table(), strict=True):
         assert row["energy_nj"] == pytest.approx(now["energy_nj"])
     for name, row in FIGURES["layer"].items():
-        assert row["cycles"] == simulate_all(attention_layer(name)).cycles
+        assert row["cycles"] == simulate_layer(name).cycles
 
 
 def test_snippets_run():

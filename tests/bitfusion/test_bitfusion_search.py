@@ -11,37 +11,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecoformer.bitfusion import (
-    PAPER_ARRAY,
-    BitFusion,
-    Convolution,
-    EnergyTable,
-    FullyConnected,
-    simulate,
-    simulate_all,
-)
+from ecoformer.bitfusion import PAPER_ARRAY, BitFusion, EnergyTable, simulate, simulate_all
+from ecoformer.operations import Convolution, Product
 
 TINY = BitFusion(
     inputs=2, outputs=4, dram_bits_per_cycle=24, weight_buffer=160, activation_buffer=64, output_buffer=96
 )
 ARRAYS = [PAPER_ARRAY, TINY, replace(TINY, weight_buffer=512, dram_bits_per_cycle=7)]
 DIMENSION = st.integers(1, 70)
-BITS = st.integers(1, 8)
-CASES = st.builds(FullyConnected, DIMENSION, DIMENSION, DIMENSION, BITS, BITS)
-CONVOLUTIONS = st.builds(
-    Convolution,
-    st.integers(1, 3),
-    st.sampled_from([2, 6]),
-    st.sampled_from([2, 4]),
-    st.integers(3, 9),
-    st.integers(3, 9),
-    kernel=st.integers(1, 3),
-    stride=st.integers(1, 3),
-    padding=st.integers(0, 1),
-    groups=st.integers(1, 2),
-    activation_bits=BITS,
-    weight_bits=BITS,
-)
+BITS = st.tuples(st.integers(1, 8), st.integers(1, 8))
+PRODUCTS = st.builds(Product, DIMENSION, DIMENSION, DIMENSION)
+PAIR = st.tuples(st.integers(1, 3), st.integers(1, 3))
+
+
+@st.composite
+def convolutions(draw):
+    size, kernel, stride = draw(st.tuples(st.integers(3, 9), st.integers(3, 9))), draw(PAIR), draw(PAIR)
+    output = tuple((s - k) // step + 1 for s, k, step in zip(size, kernel, stride, strict=True))
+    channels = draw(st.sampled_from([2, 6])), draw(st.sampled_from([2, 4]))
+    return Convolution(
+        draw(st.integers(1, 3)), *channels, size, output, kernel, stride, groups=draw(st.integers(1, 2))
+    )
+
+
+OPS = PRODUCTS | convolutions()
 
 
 def sizes(whole, unit=1):
@@ -49,21 +42,21 @@ def sizes(whole, unit=1):
     return {min(size, whole) for size in powers}
 
 
-def brute_force(op, array):
+def brute_force(op, bits, array):
     """Fewest (cycles, nJ), written down once more from the description and without any shortcut."""
-    lanes = array.inputs * array.fusion(op.activation_bits, op.weight_bits)
+    lanes = array.inputs * array.fusion(*bits)
     rooms = {"w": 4 * array.weight_buffer, "a": 4 * array.activation_buffer, "o": 4 * array.output_buffer}
     found = []
-    for b, i, o in itertools.product(sizes(op.rows), sizes(op.inputs), sizes(op.outputs, array.outputs)):
+    for b, i, o in itertools.product(sizes(op.rows), sizes(op.inner), sizes(op.columns, array.outputs)):
         steps, columns = math.ceil(i / lanes), math.ceil(o / array.outputs)
         data = {
-            "w": steps * lanes * o * op.weight_bits,
-            "a": i * b * op.activation_bits,
+            "w": steps * lanes * o * bits[1],
+            "a": i * b * bits[0],
             "o": columns * array.outputs * b * array.output_bits,
         }
         if any(data[stream] > rooms[stream] for stream in data):
             continue
-        trips = {"b": math.ceil(op.rows / b), "i": math.ceil(op.inputs / i), "o": math.ceil(op.outputs / o)}
+        trips = {"b": math.ceil(op.rows / b), "i": math.ceil(op.inner / i), "o": math.ceil(op.columns / o)}
         count = trips["b"] * trips["i"] * trips["o"]
         busy = count * b * columns * steps
         for order in itertools.permutations("bio"):
@@ -71,7 +64,7 @@ def brute_force(op, array):
             found.append(
                 (
                     cycles(busy, total, held, array.dram_bits_per_cycle),
-                    nanojoules(op, array, busy, total, (b, i, o), count),
+                    nanojoules(bits, array, busy, total, (b, i, o), count),
                 )
             )
     return min(found)
@@ -97,9 +90,9 @@ def cycles(busy, total, held, width):
     return busy + stall
 
 
-def nanojoules(op, array, busy, total, tile, count):
+def nanojoules(bits, array, busy, total, tile, count):
     table, (b, i, o) = array.energy, tile
-    weights, activations, sums = i * o * op.weight_bits, b * i * op.activation_bits, b * o * array.output_bits
+    weights, activations, sums = i * o * bits[1], b * i * bits[0], b * o * array.output_bits
     update = table.output_read + table.output_write
     inside = min(
         weights * b * table.weight_read + activations * o * table.activation_read + sums * update,
@@ -113,88 +106,85 @@ def nanojoules(op, array, busy, total, tile, count):
 
 
 @pytest.mark.parametrize("array", ARRAYS)
-@given(op=CASES)
-def test_the_search_equals_brute_force(array, op):
-    result = simulate(op, array)
-    fewest, least = brute_force(op, array)
+@given(op=PRODUCTS, bits=BITS)
+def test_the_search_equals_brute_force(array, op, bits):
+    result = simulate(op, bits, array)
+    fewest, least = brute_force(op, bits, array)
     assert result.cycles == fewest
     assert result.energy_nj == pytest.approx(least, rel=1e-12)
 
 
 @pytest.mark.parametrize("array", ARRAYS)
-@given(op=CASES | CONVOLUTIONS)
-def test_parts_sum_up_and_the_tile_fits(array, op):
-    result = simulate(op, array)
+@given(op=OPS, bits=BITS)
+def test_parts_sum_up_and_the_tile_fits(array, op, bits):
+    result = simulate(op, bits, array)
     plain = json.loads(json.dumps(result.to_dict()))
     assert plain["cycles"] == plain["compute_cycles"] + plain["stall_cycles"] == result.cycles
     assert math.fsum(plain["energy_parts_nj"].values()) == pytest.approx(plain["energy_nj"], rel=1e-12)
     assert result.energy.core + result.energy.dram + result.energy.buffers == pytest.approx(result.energy_nj)
     assert result.energy.dram == pytest.approx(sum(plain["dram_bits"].values()) * array.energy.dram_bit / 1e3)
     assert plain["latency_s"] == result.cycles / array.frequency_hz
-    tile = result.tiling
-    assert tile.weight_bits <= 4 * array.weight_buffer
-    assert tile.activation_bits <= 4 * array.activation_buffer
-    assert tile.output_bits <= 4 * array.output_buffer
+    tile = result.schedule.tile
+    assert tile.weights <= 4 * array.weight_buffer
+    assert tile.activations <= 4 * array.activation_buffer
+    assert tile.sums <= 4 * array.output_buffer
     assert 0 < result.utilisation <= 1
     # Every operand crosses the interface at least once.
-    if isinstance(op, FullyConnected):
-        assert result.dram_bits.weights >= op.inputs * op.outputs * op.weight_bits
-        assert result.dram_bits.activations >= op.rows * op.inputs * op.activation_bits
-        assert result.dram_bits.output_writes >= op.rows * op.outputs * array.output_bits
+    if isinstance(op, Product):
+        assert result.dram_bits.weights >= op.inner * op.columns * bits[1]
+        assert result.dram_bits.activations >= op.rows * op.inner * bits[0]
+        assert result.dram_bits.output_writes >= op.rows * op.columns * array.output_bits
 
 
 @pytest.mark.parametrize("array", ARRAYS)
-@given(op=CASES | CONVOLUTIONS, more=st.integers(1, 500))
-def test_more_bandwidth_never_takes_more_cycles(array, op, more):
+@given(op=OPS, bits=BITS, more=st.integers(1, 500))
+def test_more_bandwidth_never_takes_more_cycles(array, op, bits, more):
     wider = replace(array, dram_bits_per_cycle=array.dram_bits_per_cycle + more)
-    assert simulate(op, wider).cycles <= simulate(op, array).cycles
+    assert simulate(op, bits, wider).cycles <= simulate(op, bits, array).cycles
 
 
 @pytest.mark.parametrize("shape", [(16, 1024, 1024), (16, 4096, 512), (1024, 256, 256), (100, 512, 3072)])
 def test_wider_operands_are_never_cheaper(shape):
     # True where inputs are a multiple of 256, which no precision pads, and nothing fits a buffer as a whole.
-    results = {
-        pair: simulate(FullyConnected(*shape, *pair)) for pair in itertools.product(range(1, 9), repeat=2)
-    }
+    results = {bits: simulate(Product(*shape), bits) for bits in itertools.product(range(1, 9), repeat=2)}
     for (a, w), result in results.items():
         for wider in {(min(a + 1, 8), w), (a, min(w + 1, 8))}:
             assert result.cycles <= results[wider].cycles
             assert result.compute_cycles <= results[wider].compute_cycles
 
 
-@given(op=CASES | CONVOLUTIONS, bits=BITS)
+@given(op=OPS, bits=BITS)
 def test_wider_operands_never_compute_faster(op, bits):
     # An interface this wide leaves nothing but computing, which padding does not lengthen.
-    op = replace(op, activation_bits=bits)
-    wider = replace(op, activation_bits=min(bits + 1, 8))
     array = replace(PAPER_ARRAY, dram_bits_per_cycle=10**9)
-    assert simulate(op, array).cycles <= simulate(wider, array).cycles
+    wider = (min(bits[0] + 1, 8), bits[1])
+    assert simulate(op, bits, array).cycles <= simulate(op, wider, array).cycles
 
 
 def test_one_bit_computes_as_two_and_moves_as_one():
-    one, two = (simulate(FullyConnected(16, 256, 1024, bits, bits)) for bits in (1, 2))
+    one, two = (simulate(Product(16, 256, 1024), (bits, bits)) for bits in (1, 2))
     assert one.compute_cycles == two.compute_cycles
     assert 2 * one.dram_bits.weights == two.dram_bits.weights
     assert 2 * one.dram_bits.activations == two.dram_bits.activations
 
 
 def test_energy_constants_are_the_users():
-    op = FullyConnected(16, 32, 32)
+    op = Product(16, 32, 32)
     free = BitFusion(energy=EnergyTable(0, 0, 0, 0, 0, 0, 0, 0))
-    assert simulate(op, free).energy_nj == 0
+    assert simulate(op, array=free).energy_nj == 0
     only_core = replace(free, energy=replace(free.energy, unit_cycle=1.0))
-    assert simulate(op, only_core).energy_nj == pytest.approx(32 * 512 / 1e3)
+    assert simulate(op, array=only_core).energy_nj == pytest.approx(32 * 512 / 1e3)
     # Where sums cost nothing to update, the operands stay instead.
     cheap_sums = replace(free, energy=replace(free.energy, activation_read=1.0))
-    assert simulate(op, cheap_sums).tiling.stationary == "activations"
+    assert simulate(op, array=cheap_sums).stationary == "activations"
 
 
 def test_sums_over_operations():
-    op, other = FullyConnected(16, 32, 32), FullyConnected(16, 32, 64)
-    total = simulate_all([(op, 3), (other, 1), (op, 0)])
-    assert total.cycles == 3 * simulate(op).cycles + simulate(other).cycles
-    assert total.energy_nj == pytest.approx(3 * simulate(op).energy_nj + simulate(other).energy_nj)
-    bits = 3 * simulate(op).dram_bits.total + simulate(other).dram_bits.total
-    assert total.dram_bits.total == bits
+    bits = (8, 8)
+    one, other = simulate(Product(16, 32, 32)), simulate(Product(16, 32, 64))
+    total = simulate_all([(Product(16, 32, 32, times=3), bits), (Product(16, 32, 64), bits)])
+    assert total.cycles == 3 * one.cycles + other.cycles
+    assert total.energy_nj == pytest.approx(3 * one.energy_nj + other.energy_nj)
+    assert sum(total.dram_bits) == 3 * sum(one.dram_bits) + sum(other.dram_bits)
     assert json.loads(json.dumps(total.to_dict()))["cycles"] == total.cycles
     assert simulate_all([]).cycles == 0

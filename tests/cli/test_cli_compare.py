@@ -35,14 +35,13 @@ def test_softmax_over_all_tokens_is_said_to_be_dearer_than_the_model(run):
 def test_small_models_are_counted_in_millions(run, tmp_path):
     path = ecoformer.save(lra_text(length=64, dim=16, hidden=16), tmp_path / "small.safetensors")
     out = run("cost", str(path), "--compare", "softmax,eco", "--tokens", "64")[1]
-    assert "energy (10⁶ pJ)" in out
+    assert "energy, pJ (10⁶)" in out
     assert " 0.00 " not in out
 
 
 def test_models_for_one_size_of_images_are_built_for_the_size_asked_for(run):
     for command in (("cost",), ("simulate", "model")):
-        status, _, err = run(*command, "vit_tiny_patch16_224", "--attention", "eco", "--resolution", "64")
+        status, _, err = run(*command, "vit_tiny_patch16_224", "--compare", "eco", "--resolution", "64")
         assert (status, err) == (0, "")
-    lines = run("cost", "vit_tiny_patch16_224", "--sweep", "resolution=64,96", "--csv")[1].splitlines()
-    energies = [float(line.split(",")[lines[0].split(",").index("energy_pj")]) for line in lines[1:]]
-    assert energies[0] < energies[1]
+    small, large = json.loads(run("cost", "vit_tiny_patch16_224", "--sweep", "resolution=64,96", "--json")[1])
+    assert small["energy_pj"] < large["energy_pj"]

@@ -221,27 +221,20 @@ class TestLayers:
 class TestSettings:
     @pytest.mark.parametrize(
         ("source", "local", "size"),
-        [("bert", "7", 7), ("ours.safetensors", "3x3", (3, 3)), ("vit", "5X3", (5, 3)), ("bert", "0", None)],
+        [("bert", "7", 7), ("ours.safetensors", "3,3", (3, 3)), ("bert", "0", None)],
     )
     def test_local(self, convert, source, local, size):
-        model = convert(source, "--local", local).model
+        model = convert(source, "--set", f"local={local}").model
         layers = [found.layer.attention.local for found in find_layers(model) if found.ours]
         assert layers
         assert [layer and layer.size for layer in layers] == [size] * len(layers)
 
-    @pytest.mark.parametrize("local", ["a", "3x", "x", "3x3x3", "-1", "2.5", ""])
-    def test_local_malformed(self, refused, local):
-        refused("ours.safetensors", "--local", local, words=["--local takes 7 or 3x3", repr(local)])
-
-    def test_local_with_an_odd_digit(self, refused):
-        refused("ours.safetensors", "--local", "3²", words="--local takes 7 or 3x3")
-
     def test_local_that_cannot_be(self, refused):
-        refused("ours.safetensors", "--local", "4", words=["odd", "got 4"])
-        refused("bert", "--local", "3x3", words=["local=(3, 3)", "height and width"])
+        refused("ours.safetensors", "--set", "local=4", words=["odd", "got 4"])
+        refused("bert", "--set", "local=3,3", words=["local=(3, 3)", "height and width"])
 
     def test_values_are_numbers_where_they_can_be(self, convert):
-        done = convert("ours.safetensors", "--set", "bits=8", "--set", "bias=official", "--set", "m=5")
+        done = convert("ours.safetensors", "--set", "bits=8", "--set", "bias=official", "--set", "support=5")
         assert done.facts["config"] == {"bits": 8, "bias": "official", "support": 5}
         layers = [found.layer.attention for found in find_layers(done.model) if found.ours]
         assert [(layer.bias, layer.hasher.bits) for layer in layers] == [("official", 8)] * 3
@@ -300,7 +293,7 @@ class TestUsage:
         done = cli("convert", "--help")
         assert (done.status, done.err) == (0, "")
         assert "Example: ecoformer convert pvt_v2_b0 eco_b0.safetensors" in " ".join(done.out.split())
-        for option in ("--attention", "--layers", "--local", "--set", "--fit", "--samples", "--seed"):
+        for option in ("--attention", "--layers", "--set", "--fit", "--samples", "--seed"):
             assert option in done.out
         for option in ("--model", "--pretrained", "--force", "--json"):
             assert option in done.out

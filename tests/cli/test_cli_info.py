@@ -163,13 +163,6 @@ class TestAModel:
         assert [layer["attention"] for layer in facts["layers"]] == ["Attention"] * 6
         assert "fitted" not in facts["layers"][0]
 
-    def test_weights_of_a_timm_model(self, info):
-        model = timm.create_model("test_vit", num_classes=3)
-        torch.save(model.state_dict(), "weights.pth")
-        facts = info("weights.pth", "--model", "test_vit")
-        assert facts["model"] == "timm model test_vit with the weights of weights.pth"
-        assert facts["parameters"] == sum(p.numel() for p in model.parameters())
-
     @pytest.mark.parametrize("classes", [3, 0])
     def test_a_folder_of_ours(self, info, classes):
         model = timm.create_model("ecoformer_pvt_v2_b0", **SMALL | {"num_classes": classes})
@@ -222,14 +215,11 @@ class TestMistakes:
         assert (done.status, done.out) == (1, "")
         assert done.err.startswith("ecoformer: ")
 
-    @pytest.mark.parametrize("arguments", [("a", "b"), ("--nothing",), ("--model",)])
+    @pytest.mark.parametrize("arguments", [("a", "b"), ("--nothing",)])
     def test_usage(self, run, arguments):
         done = run("info", *arguments)
         assert (done.status, done.out) == (2, "")
         assert "Traceback" not in done.err
-
-    def test_an_option_that_means_nothing_here(self, refused):
-        refused("--model", "test_vit", words=["--model"])
 
 
 def test_help_shows_an_example(run):

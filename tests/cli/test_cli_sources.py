@@ -63,7 +63,7 @@ class TestSources:
 
     def test_commands_without_the_option_are_told_what_works(self, cli):
         error = cli("cost", "weights.safetensors").err
-        assert "--model pvt_v2_b0 with convert or info" in error
+        assert "--model pvt_v2_b0 with convert" in error
         how = ("--model", "test_vit", "--attention", "softmax")
         assert cli("convert", "weights.safetensors", "out.safetensors", *how).status == 0
         for remedy in ("out.safetensors", "test_vit"):

@@ -2,7 +2,6 @@
 
 from ecoformer.accounting.energy import EnergyTable, energy_table, list_energy_tables
 from ecoformer.accounting.ledger import Ledger, cost
-from ecoformer.accounting.sweeps import Point, sweep
 from ecoformer.operations import Counts
 
-__all__ = ["Counts", "EnergyTable", "Ledger", "Point", "cost", "energy_table", "list_energy_tables", "sweep"]
+__all__ = ["Counts", "EnergyTable", "Ledger", "cost", "energy_table", "list_energy_tables"]

@@ -64,20 +64,15 @@ def list_energy_tables() -> list[str]:
 
 
 def energy_table(table: str | PathLike[str] | Mapping[str, Any] | EnergyTable) -> EnergyTable:
-    """A table by name, from a JSON file, or from a mapping of picojoules by kind.
-
-    A JSON file holds {"mul": 3.7, "add": 0.9, ...}, or {"name": ..., "source": ..., "pj": {...}}.
-    """
+    """A table by name, from a mapping such as {"mul": 3.7, "add": 0.9}, or from a JSON file with one."""
     if isinstance(table, EnergyTable):
         return table
     if isinstance(table, Mapping):
-        return _from_mapping(table, "custom")
+        return EnergyTable("custom", dict(table))
     if isinstance(table, str) and table in _TABLES:
         return _TABLES[table]
     path = Path(table)
     if not path.is_file():
-        if path.suffix == ".json":
-            raise FileNotFoundError(f"energy: there is no file {path}")
         known = ", ".join(list_energy_tables())
         raise ValueError(f"energy must be one of {known} or a JSON file, got {str(table)!r}")
     try:
@@ -86,12 +81,4 @@ def energy_table(table: str | PathLike[str] | Mapping[str, Any] | EnergyTable) -
         raise ValueError(f"energy table {path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"energy table {path} must hold a JSON object, got {type(content).__name__}")
-    return _from_mapping(content, path.stem)
-
-
-def _from_mapping(content: Mapping[str, Any], name: str) -> EnergyTable:
-    if "pj" not in content:
-        return EnergyTable(name, dict(content))
-    if not isinstance(content["pj"], Mapping):
-        raise ValueError(f"energy table {name!r}: pj must be an object, got {content['pj']!r}")
-    return EnergyTable(str(content.get("name", name)), dict(content["pj"]), str(content.get("source", "")))
+    return EnergyTable(path.stem, content)

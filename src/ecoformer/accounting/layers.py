@@ -126,17 +126,15 @@ def _operations(call: Call, found: Found | None, latest: Mapping[str, Call]) -> 
 
 def _convolution(call: Call, module: Any) -> Operations:
     axes = len(module.kernel_size)
-    padding = (0,) * axes if module.padding == "valid" else module.padding
     convolution = Convolution(
         math.prod(call.output) // module.out_channels // math.prod(call.output[-axes:]),
         module.in_channels,
         module.out_channels,
-        _pair(call.inputs[-axes:], 1),
-        _pair(call.output[-axes:], 1),
-        _pair(module.kernel_size, 1),
-        _pair(module.stride, 1),
-        None if isinstance(padding, str) else _pair(padding, 0),
-        _pair(module.dilation, 1),
+        _pair(call.inputs[-axes:]),
+        _pair(call.output[-axes:]),
+        _pair(module.kernel_size),
+        _pair(module.stride),
+        _pair(module.dilation),
         module.groups,
     )
     return [convolution] if module.bias is None else [convolution, mac(math.prod(call.output))]
@@ -146,14 +144,12 @@ def _local_branch(call: Call, module: LocalBranch) -> Operations:
     """Depth-wise over the sequence or the image; tokens before an image have no neighbours."""
     batch, tokens, dim = call.output
     size = (1, tokens) if len(module.sizes) == 1 else tuple(call.argument("grid"))
-    kernel = _pair(module.sizes, 1)
-    padding = (kernel[0] // 2, kernel[1] // 2)
-    return [Convolution(batch, dim, dim, size, size, kernel, padding=padding, groups=dim)]
+    return [Convolution(batch, dim, dim, size, size, _pair(module.sizes), groups=dim)]
 
 
-def _pair(sizes: tuple[int, ...], vertical: int) -> tuple[int, int]:
+def _pair(sizes: tuple[int, ...]) -> tuple[int, int]:
     """(vertical, horizontal), where a sequence has one axis."""
-    return (vertical, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
+    return (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
 
 
 def _multihead(call: Call, layer: nn.MultiheadAttention) -> Operations:

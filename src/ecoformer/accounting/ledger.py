@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal
@@ -70,7 +67,7 @@ class Ledger:
         return {part: self.energy.energy_pj(self.of(part)) / total for part in PARTS}
 
     def summary(self) -> dict[str, Any]:
-        """One flat row: totals, energy, attention's share of it, and the number of layers not counted."""
+        """Totals, energy, attention's share of it, and the number of layers not counted."""
         energy = {"energy_pj": self.energy_pj, "attention_share": self.shares()["attention"]}
         return self.total.to_dict() | energy | {"uncounted": len(self.uncounted)}
 
@@ -92,25 +89,18 @@ class Ledger:
         """The content of `to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
-    def to_csv(self) -> str:
-        """One line per layer."""
-        return csv_text(["name", "kind", "part", *KINDS, "energy_pj"], map(self._flat, self.rows))
-
     def __str__(self) -> str:
         used = [kind for kind in KINDS if getattr(self.total, kind)]
         lines = [["layer", "kind", *used, "energy (pJ)"]]
-        lines += [self._line(row.name, row.kind, row.counts, used) for row in self.rows]
-        lines.append(self._line("total", "", self.total, used))
-        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        table = [
-            "  ".join(
-                c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in lines
-        ]
+        for row in (*self.rows, Row("total", "", "other", self.total)):
+            numbers = [getattr(row.counts, kind) for kind in used] + [self.energy.energy_pj(row.counts)]
+            lines.append([row.name, row.kind, *(f"{number:,.0f}" for number in numbers)])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        aligned = [f"{{:<{w}}}" if i < 2 else f"{{:>{w}}}" for i, w in enumerate(widths)]
         shares = ", ".join(f"{part} {share:.1%}" for part, share in self.shares().items())
         how = f"{self.accounting} accounting" + (f", {self.backend} backend" if self.backend else "")
         head = f"{self.model}, {how}, energy {self.energy.name}: {shares}"
+        table = ("  ".join(aligned).format(*line) for line in lines)
         return "\n".join([head, *table, *(f"{what}: {', '.join(names)}" for what, names in self.notes())])
 
     def notes(self) -> list[tuple[str, tuple[str, ...]]]:
@@ -121,10 +111,6 @@ class Ledger:
     def _flat(self, row: Row) -> dict[str, Any]:
         own = {"name": row.name, "kind": row.kind, "part": row.part}
         return own | row.counts.to_dict() | {"energy_pj": self.energy.energy_pj(row.counts)}
-
-    def _line(self, name: str, kind: str, counts: Counts, used: list[str]) -> list[str]:
-        numbers = [f"{getattr(counts, key):,}" for key in used]
-        return [name, kind, *numbers, f"{self.energy.energy_pj(counts):,.0f}"]
 
 
 def cost(
@@ -148,7 +134,12 @@ def cost(
         backend: what computes hashed attention, for exact accounting only: "eager" (the default) for single
             steps of PyTorch, "cpu" for the CPU kernels. Layers that these do not compute count as eager.
     """
-    check_accounting(accounting, backend)
+    if accounting not in ("paper", "exact"):
+        raise ValueError(f'accounting must be "paper" or "exact", got {accounting!r}')
+    if backend not in (None, "eager", "cpu"):
+        raise ValueError(f'backend must be "eager" or "cpu", got {backend!r}')
+    if backend is not None and accounting == "paper":
+        raise ValueError(f'backend={backend!r} needs accounting="exact": the paper counts no backend')
     table = energy_table(energy)
     if accounting == "paper":
         layers = layers_of(model, input_size)
@@ -173,26 +164,3 @@ def cost(
         backend or "eager",
         () if kernels is None else tuple(f"{name} ({why})" for name, why in kernels.refused.items()),
     )
-
-
-def csv_text(names: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Rows as CSV, with these columns."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(names), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def check_accounting(accounting: str, backend: str | None) -> None:
-    """Refuse an unknown accounting or backend, and a backend in the paper's accounting."""
-    if accounting not in ("paper", "exact"):
-        raise ValueError(f'accounting must be "paper" or "exact", got {accounting!r}')
-    if backend is None:
-        return
-    if backend not in ("eager", "cpu"):
-        raise ValueError(f'backend must be "eager" or "cpu", got {backend!r}')
-    if accounting == "paper":
-        raise ValueError(
-            f'backend={backend!r} needs accounting="exact": the paper\'s accounting has no backends'
-        )

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from ecoformer.benchmarking.contestants import (
     Heads,
     bound_of,
     compiled,
-    flash_linear_attention,
     hashed_backends,
     median_error,
     reference_attention,
@@ -45,11 +43,6 @@ SELF_CHECKS = (
     ((2, 2, 700, 64), 16, 25, True),
 )
 """Shape, bits, support samples and causal order: short heads and long ones, common codes and large ones."""
-SHORTEST, LONGEST = 16, 1 << 16
-_CLOSE = 1.1
-"""Ratio of two lengths that timing cannot tell apart."""
-_CLEARLY = 2.0
-"""Longer lengths are tried until eco is this many times as fast: it may win, lose again and win."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +90,7 @@ def _contestants(names: Iterable[str], setting: Setting, run: Run) -> tuple[list
         contestants += contestants_of(layer, setting)
         if isinstance(layer, HashedAttention):
             hashers.append(layer.hasher)
-    peers, note = flash_linear_attention(setting.device)
-    if setting.device.type == "cuda":
-        run.notes.append(note)
-    return [*contestants, *peers], hashers
+    return contestants, hashers
 
 
 def build_layer(mechanism: str, setting: Setting, **options: Any) -> Attention:
@@ -220,107 +210,3 @@ def check_backends(device: torch.device, progress: Progress = no_progress) -> It
                     row = checked(contestant, inputs, how)
                     row.setting |= {"bits": bits, "support": support}
                     yield row
-
-
-def find_crossover(setting: Setting, bench: Bench, longest: int = LONGEST) -> dict[str, Any]:
-    """Double the length until eco is clearly faster, then bisect after the last length where it was slower.
-
-    Args:
-        setting: batch, heads, channels and the rest; its number of tokens is ignored.
-        bench: how to measure at each length.
-        longest: where to give up.
-
-    Returns:
-        `tokens`, the length from which eco was faster (None: not even at the longest); `slower_at`, the
-        longest length where it was not (None: always faster); `backend`, the faster one; `ratios`, the speed
-        relative to SDPA at each length; `quiet`, whether no other program was seen to use the CPU.
-    """
-    batch, heads, _, dim = setting.shape
-    best: dict[int, Row] = {}
-    quiet = True
-
-    def speed(tokens: int) -> float:
-        nonlocal quiet
-        at_length = replace(setting, shape=(batch, heads, tokens, dim))
-        run = bench_attention([at_length], ("eco",), replace(bench, memory=False, energy=False))
-        best[tokens] = max(run.rows[1:], key=lambda row: row.ratio_to_sdpa or 0.0)
-        quiet = quiet and run.quiet
-        ratio = best[tokens].ratio_to_sdpa
-        if run.wrong or ratio is None:
-            why = "; ".join(f"{row.label}: {row.failure}" for row in run.rows if row.failure)
-            raise RuntimeError(f"nothing to compare at {at_length.shape}: {why}")
-        return ratio
-
-    slower, faster, tokens = None, None, min(SHORTEST, longest)
-    while True:
-        ratio = speed(tokens)
-        if ratio <= 1:
-            slower, faster = tokens, None
-        elif faster is None:
-            faster = tokens
-        if tokens >= longest or ratio >= _CLEARLY:
-            break
-        tokens = min(2 * tokens, longest)
-    while faster and slower and faster - slower > 1 and faster / slower > _CLOSE:
-        middle = (slower + faster) // 2
-        slower, faster = (slower, middle) if speed(middle) > 1 else (middle, faster)
-    return {
-        "tokens": faster,
-        "slower_at": slower,
-        "backend": None if faster is None else best[faster].backend,
-        "ratios": {length: best[length].ratio_to_sdpa for length in sorted(best)},
-        "quiet": quiet,
-    }
-
-
-def crossover_sentence(found: dict[str, Any]) -> str:
-    """A crossover in words."""
-    ratios, slower, faster = found["ratios"], found["slower_at"], found["tokens"]
-    busy = "" if found["quiet"] else "not reliable, the machine is busy: "
-    if faster is None:
-        return f"{busy}eco does not overtake SDPA up to N = {max(ratios):,}"
-    eco = f"{busy}eco ({found['backend']})"
-    if slower is None:
-        return f"{eco} is faster than SDPA at every N from {faster:,} to {max(ratios):,}"
-    speeds = f"{ratios[slower]:.2f} and {ratios[faster]:.2f} times as fast"
-    return f"{eco} overtakes SDPA between N = {slower:,} and {faster:,} ({speeds})"
-
-
-def plot_lengths(run: Run, path: Path) -> None:
-    """Plot time and peak memory of each contestant against N."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'ecoformer[figures]'") from error
-
-    timed = sorted((row for row in run.rows if row.timing), key=_tokens)
-    if not timed:
-        raise ValueError("no times to plot: every contestant failed")
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
-    times, memory = figure.subplots(1, 2)
-    for index, label in enumerate(dict.fromkeys(row.label for row in run.rows if row.timing)):
-        rows = [(_tokens(row), row.timing, row.peak_mb) for row in timed if row.label == label and row.timing]
-        style = {"marker": "osD^vP*X"[index % 8], "color": f"C{index % 10}", "label": label}
-        lengths = [tokens for tokens, _, _ in rows]
-        times.plot(lengths, [timing.median_ms for _, timing, _ in rows], **style)
-        low, high = [timing.low_ms for _, timing, _ in rows], [timing.high_ms for _, timing, _ in rows]
-        times.fill_between(lengths, low, high, color=style["color"], alpha=0.2, linewidth=0)
-        memory.plot(lengths, [mb for _, _, mb in rows], **style)
-    how = run.rows[0].setting
-    batch, heads, _, dim = how["shape"]
-    passes = ("forward and backward" if how["backward"] else "forward") + (
-        ", causal" if how["causal"] else ""
-    )
-    figure.suptitle(f"B = {batch}, H = {heads}, D = {dim}, {how['dtype']}, {passes}; {run.device}")
-    ticks = sorted({_tokens(row) for row in run.rows})
-    for axes, title in ((times, "milliseconds per call (quartiles shaded)"), (memory, "peak memory, MB")):
-        axes.set(xscale="log", yscale="log", xlabel="tokens N", title=title)
-        axes.set_xticks(ticks, [f"{n:,}" for n in ticks], fontsize=8)
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    figure.legend(*times.get_legend_handles_labels(), loc="outside right center", frameon=False)
-    figure.savefig(path, dpi=150)
-
-
-def _tokens(row: Row) -> int:
-    return int(row.setting["shape"][2])

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ecoformer import reference
-from ecoformer.arguments import one_line
 from ecoformer.attention import Attention, HashedAttention, SoftmaxAttention
 from ecoformer.backends.choice import available, use_backend, why_not
 from ecoformer.backends.fused import DTYPES, FusedCall
@@ -91,34 +87,6 @@ class ExplicitAttention(SoftmaxAttention):
         if key_padding_mask is not None:
             weights = weights.nan_to_num(0.0)  # a query without keys reads zero
         return F.dropout(weights, self.attn_drop, self.training) @ v
-
-
-class FlashLinearAttention(nn.Module):
-    """The chunked linear attention of flash-linear-attention, which is causal; in fp64 dense."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._chunked: Callable[..., Any] = importlib.import_module("fla.ops.linear_attn").chunk_linear_attn
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Without feature map and normalisation."""
-        if q.dtype == torch.float64:
-            return (q @ k.mT).tril() @ v
-        out: Tensor = self._chunked(*(x.transpose(1, 2) for x in (q, k, v)), scale=1.0, normalize=False)[0]
-        return out.transpose(1, 2)
-
-
-def flash_linear_attention(device: torch.device) -> tuple[list[Contestant], str]:
-    """flash-linear-attention, where it can run, and a note about it."""
-    if device.type != "cuda":
-        return [], "flash-linear-attention (fla) runs on GPUs only"
-    if importlib.util.find_spec("fla") is None:
-        return [], "flash-linear-attention (fla) is not installed"
-    try:
-        peer = Contestant("fla_linear", "fla", FlashLinearAttention())
-    except Exception as error:
-        return [], f"flash-linear-attention (fla) cannot be imported: {one_line(error, 120)}"
-    return [peer], "fla_linear is flash-linear-attention's: always causal, no feature map, not normalised"
 
 
 def compiled(call: Callable[..., Tensor]) -> Callable[..., Tensor]:

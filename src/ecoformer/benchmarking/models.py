@@ -1,9 +1,8 @@
-"""`bench model` and `bench fit`: models with one mechanism or another, and learning hash functions."""
+"""`bench model`: models with one mechanism or another."""
 
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,15 +25,13 @@ from ecoformer.benchmarking.contestants import (
     reference_attention,
     relative_error,
 )
-from ecoformer.benchmarking.measuring import Bench, Progress, Work, no_progress, synchronize
-from ecoformer.benchmarking.results import Check, Row, Run, Timing, device_name
+from ecoformer.benchmarking.measuring import Bench, Work, synchronize
+from ecoformer.benchmarking.results import Check, Row, Run
 from ecoformer.conversion import convert
-from ecoformer.hashing import FitOptions, KernelHasher, fit_hashers, hashers_of
+from ecoformer.hashing import fit_hashers, hashers_of
 
 _BOUND = 1e-3
 """Relative error of a model's fp32 outputs, besides what codes may change that depend on rounding."""
-_JUDGED = 512
-"""Tokens of a sample that the objective is computed on."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +39,14 @@ class Load:
     """What models are given, and how they run.
 
     Attributes:
-        make: makes a batch of so many samples on the CPU.
-        counted: "images", or "tokens" with `per_sample` of them in a sample.
+        make: makes a batch of so many samples on the CPU: images, or the tokens of texts (B, N).
         about: what the rows say about it.
         train: run training steps, with an optimiser that changes nothing.
         amp: dtype of autocast.
     """
 
     make: Callable[[int], Tensor]
-    counted: str
     about: dict[str, Any]
-    per_sample: int = 1
     train: bool = False
     compiled: bool = False
     channels_last: bool = False
@@ -140,8 +134,8 @@ def _bench_batch(
     inputs = load.make(batch).to(bench.device)
     if load.channels_last:
         inputs = inputs.to(memory_format=torch.channels_last)
-    about = load.about | {"batch": batch, "counted": load.counted}
-    rows = [replace(row, setting=about) for row in checked]
+    counted, number = ("images", batch) if inputs.is_floating_point() else ("tokens", inputs.numel())
+    rows = [replace(row, setting=load.about | {"batch": batch}, counted=counted) for row in checked]
     works: list[Work | None] = [None] * len(rows)
     for index, (contestant, row) in enumerate(zip(contestants, rows, strict=True)):
         if row.failure is not None:
@@ -162,7 +156,7 @@ def _bench_batch(
     bench.measure(rows, works, items=batch)
     for row in rows:
         if row.timing is not None:
-            row.per_second = batch * load.per_sample / (row.timing.median_ms / 1e3)
+            row.per_second = number / (row.timing.median_ms / 1e3)
 
 
 def _forward(module: nn.Module, load: Load) -> Callable[[Tensor], Tensor]:
@@ -207,50 +201,3 @@ def _compare_as_timed(timed: Contestant, load: Load, inputs: Tensor) -> Check | 
     except torch.OutOfMemoryError:
         timed.module.zero_grad(set_to_none=True)
         return None
-
-
-def bench_fit(
-    target: nn.Module,
-    samples: Tensor,
-    name: str = "",
-    *,
-    repeats: int = 3,
-    options: FitOptions | None = None,
-    progress: Progress = no_progress,
-) -> Run:
-    """Time how long it takes to fit a `KernelHasher` to tokens (B, H, N, D), or all hashers of a model.
-
-    A hasher must do better than random hash functions, a model must give finite numbers. There is no warm-up,
-    because each fit takes seconds.
-    """
-    about: dict[str, Any] = {"shape": list(samples.shape)}
-    if isinstance(target, KernelHasher):
-        about |= {"bits": target.bits, "support": target.support, "hashers": 1}
-        fit: Callable[[], object] = partial(target.fit, samples, seed=0, options=options)
-        untaught = copy.deepcopy(target)
-        untaught.fit(samples, options=FitOptions(steps=0, start="random", support="random"))
-    else:
-        about = {"model": name} | about | {"hashers": len(hashers_of(target))}
-        fit = partial(fit_hashers, target, [samples], samples=len(samples), progress=False, options=options)
-
-    @torch.no_grad()
-    def check() -> Check:
-        if not isinstance(target, KernelHasher):
-            return finite(target(samples))
-        found, random = (each.quality(samples[:4, :, :_JUDGED]).objective for each in (target, untaught))
-        return Check(found / random, 1.0, "the objective of random hash functions")
-
-    times: list[float] = []
-    for repeat in range(repeats):
-        progress(f"fit {repeat + 1} of {repeats}" + (f", the last took {times[-1]:.1f} s" if times else ""))
-        start = time.perf_counter()
-        fit()
-        synchronize(samples.device)
-        times.append(time.perf_counter() - start)
-    row = Row("eco", "eager", about)
-    row.checked = row.check(check)
-    if row.failure is None:
-        row.timing = Timing.of([seconds * 1e3 for seconds in times])
-        seconds = row.timing.median_ms / 1e3
-        row.setting |= {"seconds": seconds, "seconds_per_hasher": seconds / about["hashers"]}
-    return Run(device_name(samples.device), rows=[row])

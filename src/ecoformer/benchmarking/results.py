@@ -64,7 +64,7 @@ class Row:
         failure: why there is no time.
         wrong: whether the failure is a bug, rather than a lack of memory.
         ratio_to_sdpa: how many times as fast as softmax by SDPA in the same run.
-        per_second: images or tokens per second, for models.
+        per_second: images or tokens (`counted`) per second, for models.
         energy: from `EnergyMeter.measure`.
     """
 
@@ -78,6 +78,7 @@ class Row:
     timing: Timing | None = None
     ratio_to_sdpa: float | None = None
     per_second: float | None = None
+    counted: str = "calls"
     peak_mb: float | None = None
     energy: dict[str, Any] | None = None
 
@@ -112,7 +113,7 @@ class Row:
         if self.as_timed is not None:
             facts["checked_as_timed"] = self.as_timed.to_dict()
         if self.per_second is not None:
-            facts[self.setting["counted"] + "_per_s"] = self.per_second
+            facts[f"{self.counted}_per_s"] = self.per_second
         if self.energy is not None:
             facts["energy"] = self.energy
         if self.failure is not None:
@@ -128,7 +129,6 @@ class Run:
     threads: int = field(default_factory=torch.get_num_threads)
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    more: dict[str, Any] = field(default_factory=dict)
     quiet: bool = True
 
     @property
@@ -139,7 +139,7 @@ class Run:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         facts = {"device": self.device, "threads": self.threads, "versions": versions(), "quiet": self.quiet}
-        return facts | self.more | {"rows": [row.to_dict() for row in self.rows], "notes": self.notes}
+        return facts | {"rows": [row.to_dict() for row in self.rows], "notes": self.notes}
 
 
 def set_ratios(rows: Sequence[Row]) -> None:

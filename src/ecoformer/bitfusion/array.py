@@ -1,44 +1,16 @@
-"""The accelerator's configuration, its energy constants, and checks of arguments."""
+"""The accelerator's configuration and its energy constants."""
 
 from __future__ import annotations
 
 import math
-import operator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
-def whole(name: str, value: Any, least: int = 1, remedy: str = "") -> int:
-    """`value` as an int of at least `least`."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool) or number < least:
-        remedy = remedy or f"pass a whole number of at least {least}"
-        raise ValueError(f"{name} must be a whole number from {least}, got {value!r}: {remedy}")
-    return number
-
-
-def pair(name: str, value: Any, least: int = 1) -> tuple[int, int]:
-    """One number for both axes, or (vertical, horizontal)."""
-    if not isinstance(value, tuple | list):
-        return whole(name, value, least), whole(name, value, least)
-    if len(value) != 2:
-        raise ValueError(f"{name} must be one number or (vertical, horizontal), got {value!r}: pass two")
-    return whole(f"{name}[0]", value[0], least), whole(f"{name}[1]", value[1], least)
-
-
-def _amount(name: str, value: Any, *, zero: bool = False) -> float:
-    """`value` as a finite float above zero, or from zero on."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number) or number < 0 or (number == 0 and not zero) or isinstance(value, bool):
-        bound = "at least 0" if zero else "above 0"
-        raise ValueError(f"{name} must be a finite number {bound}, got {value!r}: pass such a number")
-    return number
+def check_positive(name: str, value: Any) -> None:
+    """Refuse anything but an integer of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -62,9 +34,9 @@ class EnergyTable:
     output_write: float = 0.0730775
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = _amount(f"EnergyTable.{item.name}", getattr(self, item.name), zero=True)
-            object.__setattr__(self, item.name, value)
+        for name, value in vars(self).items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"EnergyTable.{name} must be a finite number >= 0, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -92,17 +64,13 @@ class BitFusion:
     energy: EnergyTable = field(default_factory=EnergyTable)
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).copy().items():
-            if name == "energy":
-                if not isinstance(value, EnergyTable):
-                    raise ValueError(f"BitFusion.energy must be an EnergyTable, got {type(value).__name__}")
-            else:
-                check = _amount if name == "frequency_hz" else whole
-                object.__setattr__(self, name, check(f"BitFusion.{name}", value))
+        for name, value in vars(self).items():
+            if name not in ("energy", "frequency_hz"):
+                check_positive(f"BitFusion.{name}", value)
+        if not 0 < self.frequency_hz < math.inf:
+            raise ValueError(f"BitFusion.frequency_hz must be above 0, got {self.frequency_hz!r}")
         if self.min_bits > self.max_bits:
-            raise ValueError(
-                f"BitFusion.min_bits={self.min_bits} is above max_bits={self.max_bits}: lower min_bits"
-            )
+            raise ValueError(f"BitFusion.min_bits={self.min_bits} is above max_bits={self.max_bits}")
 
     def fusion(self, activation_bits: int, weight_bits: int) -> int:
         """Products per fusion unit and cycle at these precisions."""
@@ -111,32 +79,14 @@ class BitFusion:
         )
         return activations * weights
 
-    def check_bits(self, name: str, bits: int) -> None:
+    def check_bits(self, bits: tuple[int, int]) -> None:
         """Refuse a precision that the fusion units do not have."""
-        if not 1 <= bits <= self.max_bits:
-            raise ValueError(
-                f"{name}={bits} is not a precision of this array, which has 1 to {self.max_bits} bits: "
-                f"quantise to {self.max_bits} bits or fewer, or give the array a larger max_bits"
-            )
-
-    @classmethod
-    def from_dict(cls, content: Any) -> BitFusion:
-        """The array of a dict like that of `to_dict`; what it leaves out is the paper's."""
-        settings = dict(_known("array", content, cls))
-        energy = _known("energy", settings.pop("energy", {}), EnergyTable)
-        return cls(**settings, energy=EnergyTable(**energy))
+        for name, number in zip(("activation", "weight"), bits, strict=True):
+            check_positive(f"{name} bits", number)
+            if number > self.max_bits:
+                remedy = f"quantise to {self.max_bits} bits or fewer, or raise BitFusion.max_bits"
+                raise ValueError(f"{name} bits must be at most {self.max_bits}, got {number}: {remedy}")
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration, for JSON."""
         return asdict(self)
-
-
-def _known(what: str, content: Any, of: type) -> dict[str, Any]:
-    """`content`, if it is a dict of fields of this class."""
-    names = [item.name for item in fields(of)]
-    if not isinstance(content, dict):
-        raise ValueError(f"{what} must be an object of {', '.join(names)}, got {type(content).__name__}")
-    unknown = [name for name in content if name not in names]
-    if unknown:
-        raise ValueError(f"{what} has no {unknown[0]!r}: it has {', '.join(names)}")
-    return content

@@ -16,48 +16,39 @@ from __future__ import annotations
 
 from typing import Any
 
-from .ops import FullyConnected, Work
-from .simulation import PAPER_ARRAY, simulate_all
+from ecoformer.operations import Product
+
+from .simulation import Work, simulate_all
+from .tiling import Bits
 
 _ROWS = 16
-_TOKENS = 3136
 
 
-def _product(inputs: int, outputs: int, weight_bits: int = 8) -> FullyConnected:
-    return FullyConnected(_ROWS, inputs, outputs, weight_bits=weight_bits)
+def _product(inner: int, columns: int, times: int = 1, bits: Bits = (8, 8)) -> tuple[Product, Bits]:
+    return Product(_ROWS, inner, columns, times), bits
 
 
-_PROJECTION = _product(32, 32)
-_OVER_TOKENS = _product(_TOKENS, 32)
-_WORK: dict[str, Work] = {
-    "transformer": [(_PROJECTION, 4), (_product(32, _TOKENS), 1), (_OVER_TOKENS, 1)],
+PRINTED_WORK: dict[str, Work] = {
+    "transformer": [_product(32, 32, 4), _product(32, 3136), _product(3136, 32)],
     "performer": [
-        (_PROJECTION, 4),
-        (_product(32, 256), 2),
-        (_OVER_TOKENS, 1),
-        (_product(256, 32), 1),
-        (_product(256, 1), 1),
+        _product(32, 32, 4),
+        _product(32, 256, 2),
+        _product(3136, 32),
+        _product(256, 32),
+        _product(256, 1),
     ],
-    "linformer": [(_PROJECTION, 4), (_OVER_TOKENS, 2), (_product(32, 96), 1), (_product(96, 32), 1)],
-    "reformer": [(_PROJECTION, 3), (_product(32, 25), 2), (_product(32, 128), 2), (_product(128, 32), 2)],
+    "linformer": [_product(32, 32, 4), _product(3136, 32, 2), _product(32, 96), _product(96, 32)],
+    "reformer": [_product(32, 32, 3), _product(32, 25, 2), _product(32, 128, 2), _product(128, 32, 2)],
     "eco": [
-        (_PROJECTION, 3),
-        (_product(32, 25), 1),
-        (_product(25, 16), 1),
-        (_OVER_TOKENS, 1),
-        (_product(16, 32, weight_bits=2), 1),
-        (_product(16, 1), 1),
+        _product(32, 32, 3),
+        _product(32, 25),
+        _product(25, 16),
+        _product(3136, 32),
+        _product(16, 32, bits=(8, 2)),
+        _product(16, 1),
     ],
 }
-PRINTED_METHODS = tuple(_WORK)
-"""The rows, in the order of print."""
-
-
-def printed_work(method: str) -> Work:
-    """The operations of one row of the table, each over 16 rows."""
-    if method not in _WORK:
-        raise ValueError(f"method must be one of {', '.join(PRINTED_METHODS)}, got {method!r}")
-    return _WORK[method]
+"""The operations of each row, each over 16 rows, in the order of print."""
 
 
 def printed_table() -> list[dict[str, Any]]:
@@ -67,8 +58,8 @@ def printed_table() -> list[dict[str, Any]]:
     leaves them open.
     """
     rows = []
-    for method in PRINTED_METHODS:
-        total = simulate_all(printed_work(method), PAPER_ARRAY)
+    for method, work in PRINTED_WORK.items():
+        total = simulate_all(work)
         facts = {"latency_ms": total.latency_s * 1e3 / _ROWS, "energy_nj": total.energy_nj}
         reading = "printed" if method in ("transformer", "eco") else "ours"
         rows.append({"method": method} | facts | {"cycles": total.cycles, "reading": reading})

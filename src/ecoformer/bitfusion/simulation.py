@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from .array import BitFusion, EnergyTable, whole
-from .ops import Convolution, FullyConnected, Op
-from .tiling import LOOPS, Problem, Schedule, check_buffers, least_cycles, lower, schedules, tiles
+from ecoformer.operations import Convolution, Product
 
+from .array import BitFusion, EnergyTable, check_positive
+from .tiling import LOOPS, Bits, Op, Problem, Schedule, check_buffers, least_cycles, lower, schedules, tiles
+
+Work = list[tuple[Op, Bits]]
+"""Operations, and the bits of their two operands."""
 PAPER_ARRAY = BitFusion()
 """The configuration of the paper's hardware table."""
 
@@ -22,11 +25,6 @@ class DramBits(NamedTuple):
     activations: int = 0
     output_reads: int = 0
     output_writes: int = 0
-
-    @property
-    def total(self) -> int:
-        """All streams."""
-        return sum(self)
 
 
 class EnergyParts(NamedTuple):
@@ -42,45 +40,25 @@ class EnergyParts(NamedTuple):
     output_writes: float = 0.0
 
     @property
-    def total(self) -> float:
-        """The sum of all parts."""
-        return sum(self)
-
-    @property
     def buffers(self) -> float:
         """The three buffers, read and written."""
         return sum(self[2:])
 
 
-class Tiling(NamedTuple):
-    """The chosen schedule."""
-
-    rows: int
-    inputs: int
-    outputs: int
-    trips: tuple[int, int, int]
-    """How often the loops over rows, inputs and outputs run."""
-    order: tuple[str, ...]
-    """The loops, outermost first."""
-    stationary: str
-    """The stream that stays in the array while a tile is computed."""
-    weight_bits: int
-    """Bits of one tile in its buffer, as are the next two."""
-    activation_bits: int
-    output_bits: int
-    repeats: int = 1
-    """How often all of this is repeated: groups of a convolution that do not run together."""
-
-
 @dataclass(frozen=True)
 class Total:
-    """What several operations cost one after another."""
+    """What one or more operations cost one after another."""
 
     array: BitFusion
     compute_cycles: int
     stall_cycles: int
     energy: EnergyParts
     dram_bits: DramBits
+
+    @classmethod
+    def zero(cls, array: BitFusion) -> Total:
+        """The cost of nothing."""
+        return Total(array, 0, 0, EnergyParts(), DramBits())
 
     @property
     def cycles(self) -> int:
@@ -90,12 +68,21 @@ class Total:
     @property
     def energy_nj(self) -> float:
         """All parts of the energy."""
-        return self.energy.total
+        return sum(self.energy)
 
     @property
     def latency_s(self) -> float:
         """Seconds at the array's clock."""
         return self.cycles / self.array.frequency_hz
+
+    def __add__(self, other: Total) -> Total:
+        return Total(
+            self.array,
+            self.compute_cycles + other.compute_cycles,
+            self.stall_cycles + other.stall_cycles,
+            EnergyParts(*(a + b for a, b in zip(self.energy, other.energy, strict=True))),
+            DramBits(*(a + b for a, b in zip(self.dram_bits, other.dram_bits, strict=True))),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""
@@ -113,93 +100,100 @@ class Total:
 
 @dataclass(frozen=True)
 class Result(Total):
-    """What one operation costs, and its schedule."""
+    """What one operation costs, and its schedule.
+
+    `stationary` is the stream that stays in the array while a tile is computed. The schedule runs `repeats`
+    times: for equal products, and for groups of a convolution that do not run together.
+    """
 
     op: Op
-    tiling: Tiling
+    bits: Bits
+    schedule: Schedule
+    stationary: str
+    repeats: int
 
     @property
     def utilisation(self) -> float:
         """Products computed, as a share of what the array could compute in that time at these precisions."""
-        per_cycle = self.array.fusion(self.op.activation_bits, self.op.weight_bits)
+        per_cycle = self.array.fusion(*self.bits)
         return self.op.macs / (self.cycles * per_cycle * self.array.inputs * self.array.outputs)
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""
-        own = {"utilisation": self.utilisation, "op": self.op.to_dict(), "tiling": self.tiling._asdict()}
+        tiling = {
+            "tile": self.schedule.tile._asdict(),
+            "order": [LOOPS[loop] for loop in self.schedule.order],
+            "stationary": self.stationary,
+            "repeats": self.repeats,
+        }
+        own = {"op": asdict(self.op), "bits": self.bits, "utilisation": self.utilisation, "tiling": tiling}
         return super().to_dict() | own
 
 
-def simulate(op: Op, array: BitFusion = PAPER_ARRAY) -> Result:
+def simulate(op: Op, bits: Bits = (8, 8), array: BitFusion = PAPER_ARRAY) -> Result:
     """Time and energy of an operation, in the schedule of fewest cycles and, among those, least energy.
 
     All orders of the three loops are tried with all tiles whose rows and inputs are powers of two, and whose
     outputs are the array's width times powers of two. Results are cached.
 
+    A convolution runs as the matrix product of its patches. All published figures of BitFusion are of fully
+    connected operations, so the following is assumed:
+
+    - Patches are cut out between the buffer and the array. DRAM and buffer hold the feature map: a tile moves
+      each pixel that it touches once, and neighbouring tiles each fetch the lines they share.
+    - A tile is part of a line, complete lines, or complete feature maps; it has all taps of its channels.
+    - Groups run one after another. Several run together as one product with zeros between them where their
+      outputs fit side by side in the array and that is faster: a depthwise convolution alone would fill one
+      column of the array and pad each output to a line.
+
     Narrow operands are not always cheaper. Weights are padded to the inputs that the array takes at once,
     and that number grows as operands narrow: with few inputs, 2 bits can move more than 3, and codes of 1 bit
     more than 8-bit numbers. A stream that fits its buffer is loaded before anything is computed, so an
-    operation that just fits may take longer than one that just does not. And energy is only the second
-    criterion.
+    operation that just fits may take longer than one that just does not.
 
     Args:
-        op: a `FullyConnected`, or a `Convolution`, whose docstring describes the mapping.
+        op: a `Product` or `Convolution` of `ecoformer.operations`.
+        bits: of activations, the left operand, and of weights.
         array: the accelerator.
-
-    Returns:
-        Cycles and energy with their parts, DRAM traffic, and the schedule.
     """
-    if not isinstance(op, FullyConnected | Convolution):
-        raise TypeError(f"op must be a FullyConnected or a Convolution, got {type(op).__name__}")
-    if not isinstance(array, BitFusion):
-        raise TypeError(f"array must be a BitFusion, got {type(array).__name__}")
-    array.check_bits("activation_bits", op.activation_bits)
-    array.check_bits("weight_bits", op.weight_bits)
-    return _simulate(op, array)
+    if not isinstance(op, Product | Convolution):
+        raise TypeError(f"op must be a Product or a Convolution, got {type(op).__name__}")
+    for item in fields(op):
+        value = getattr(op, item.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if item.name not in ("left", "right", "term"):
+                check_positive(item.name, number)
+    array.check_bits(bits)
+    return _simulate(op, bits, array)
 
 
-def simulate_all(work: Iterable[tuple[Op, int]], array: BitFusion = PAPER_ARRAY) -> Total:
-    """The sum over operations, each with the number of times it runs."""
-    compute = stall = 0
-    energy, bits = EnergyParts(), DramBits()
-    for op, times in work:
-        count, result = whole("times", times, least=0), simulate(op, array)
-        compute += count * result.compute_cycles
-        stall += count * result.stall_cycles
-        energy = EnergyParts(*(a + count * b for a, b in zip(energy, result.energy, strict=True)))
-        bits = DramBits(*(a + count * b for a, b in zip(bits, result.dram_bits, strict=True)))
-    return Total(array, compute, stall, energy, bits)
+def simulate_all(work: Iterable[tuple[Op, Bits]], array: BitFusion = PAPER_ARRAY) -> Total:
+    """The sum over operations."""
+    return sum((simulate(op, bits, array) for op, bits in work), Total.zero(array))
 
 
 @lru_cache(maxsize=8192)
-def _simulate(op: Op, array: BitFusion) -> Result:
-    problems = lower(op, array)
-    check_buffers(problems[0], array)
-    results = (_result(op, array, problem) for problem in problems)
-    return min((r for r in results if r is not None), key=lambda result: (result.cycles, result.energy_nj))
+def _simulate(op: Op, bits: Bits, array: BitFusion) -> Result:
+    problems = lower(op, bits, array)
+    check_buffers(problems[0][0], array)
+    results = []
+    for problem, repeats in problems:
+        best = _best(problem, array)
+        if best is not None:
+            schedule, energy, stationary = best
+            compute, stall = schedule.cycles(array.dram_bits_per_cycle)
+            streams = (schedule.weights, schedule.activations, schedule.sums, schedule.sums)
+            total = (
+                repeats * compute,
+                repeats * stall,
+                EnergyParts(*(repeats * part for part in energy)),
+                DramBits(*(repeats * stream.total for stream in streams)),
+            )
+            results.append(Result(array, *total, op, bits, schedule, stationary, repeats))
+    return min(results, key=lambda result: (result.cycles, result.energy_nj))
 
 
-def _result(op: Op, array: BitFusion, problem: Problem) -> Result | None:
-    best = _best(problem, array)
-    if best is None:
-        return None
-    schedule, energy, stationary = best
-    times = problem.repeats
-    compute, stall = schedule.cycles(array.dram_bits_per_cycle)
-    streams = (schedule.weights, schedule.activations, schedule.sums, schedule.sums)
-    tile, order = schedule.tile, tuple(LOOPS[loop] for loop in schedule.order)
-    held = (tile.weights, tile.activations, tile.sums)
-    return Result(
-        array,
-        times * compute,
-        times * stall,
-        EnergyParts(*(times * part for part in energy)),
-        DramBits(*(times * stream.total for stream in streams)),
-        op,
-        Tiling(tile.rows, tile.inputs, tile.outputs, tile.trips, order, stationary, *held, times),
-    )
-
-
+@lru_cache(maxsize=8192)
 def _best(problem: Problem, array: BitFusion) -> tuple[Schedule, EnergyParts, str] | None:
     """The fastest schedule, of those the cheapest, of those the first, which has the largest tile.
 
@@ -215,18 +209,17 @@ def _best(problem: Problem, array: BitFusion) -> tuple[Schedule, EnergyParts, st
             cycles = sum(schedule.cycles(width))
             if found and cycles > fewest:
                 continue
-            energy, stationary = _energy(schedule, problem, array)
-            if found is None or (cycles, energy.total) < (fewest, least):
-                found, fewest, least = (schedule, energy, stationary), cycles, energy.total
+            energy, stationary = _energy(schedule, problem.bits, array)
+            if found is None or (cycles, sum(energy)) < (fewest, least):
+                found, fewest, least = (schedule, energy, stationary), cycles, sum(energy)
     return found
 
 
-def _energy(schedule: Schedule, problem: Problem, array: BitFusion) -> tuple[EnergyParts, str]:
+def _energy(schedule: Schedule, bits: Bits, array: BitFusion) -> tuple[EnergyParts, str]:
     """The energy of a schedule, and the stream that stays in the array while a tile is computed."""
     tile, table = schedule.tile, array.energy
-    bits = (problem.activation_bits, problem.weight_bits, array.output_bits)
     stationary, weights, activations, sums = _cheapest_reads(
-        table, tile.rows, tile.inputs, tile.outputs, bits
+        table, tile.rows, tile.inputs, tile.outputs, (*bits, array.output_bits)
     )
     # Filling a buffer writes it, draining the outputs reads them; sums are updated in place.
     updates = schedule.sums.total + tile.tiles * sums

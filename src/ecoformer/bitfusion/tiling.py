@@ -5,14 +5,19 @@ Three loops run over the tiles: rows, inputs and outputs. Each of the three stre
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations
 from typing import NamedTuple
 
-from .array import BitFusion
-from .ops import Convolution, FullyConnected, Op
+from ecoformer.operations import Convolution, Product
 
+from .array import BitFusion
+
+Op = Product | Convolution
+Bits = tuple[int, int]
+"""Of activations, the left operand, and of weights."""
 LOOPS = ("rows", "inputs", "outputs")
 _INDEXED_BY = {"weights": (1, 2), "activations": (0, 1), "sums": (0, 2)}
 _ORDERS = tuple(permutations(range(3)))
@@ -28,15 +33,13 @@ class RowTile(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """An operation as one matrix product, `repeats` times in sequence."""
+    """An operation as one matrix product."""
 
     row_tiles: tuple[RowTile, ...]
     channels: int
     taps: int
     outputs: int
-    activation_bits: int
-    weight_bits: int
-    repeats: int = 1
+    bits: Bits
 
 
 class Tile(NamedTuple):
@@ -91,16 +94,15 @@ class Schedule(NamedTuple):
         return busy, max(0, hidden - busy) + _ceil(first, width) + _ceil(last, width)
 
 
-def lower(op: Op, array: BitFusion) -> list[Problem]:
-    """The ways to run an operation as a matrix product: one, or several where it has groups."""
-    bits = (op.activation_bits, op.weight_bits)
-    if isinstance(op, FullyConnected):
+def lower(op: Op, bits: Bits, array: BitFusion) -> list[tuple[Problem, int]]:
+    """The ways to run an operation as a matrix product, each with the number of times it runs."""
+    if isinstance(op, Product):
         rows = tuple(RowTile(size, _ceil(op.rows, size), size) for size in _steps(op.rows))
-        return [Problem(rows, op.inputs, 1, op.outputs, *bits)]
-    rows = tuple(_pixel_tiles(op))
+        return [(Problem(rows, op.inner, 1, op.columns, bits), op.times)]
+    rows, taps = tuple(_pixel_tiles(op)), math.prod(op.kernel)
     channels, outputs = op.in_channels // op.groups, op.out_channels // op.groups
     return [
-        Problem(rows, n * channels, op.taps, n * outputs, *bits, repeats=op.groups // n)
+        (Problem(rows, n * channels, taps, n * outputs, bits), op.groups // n)
         for n in range(1, op.groups + 1)
         if op.groups % n == 0 and (n == 1 or n * outputs <= array.outputs)
     ]
@@ -108,18 +110,18 @@ def lower(op: Op, array: BitFusion) -> list[Problem]:
 
 def tiles(problem: Problem, array: BitFusion) -> Iterator[Tile]:
     """All tiles that fit the buffers, larger ones first."""
-    lanes = array.inputs * array.fusion(problem.activation_bits, problem.weight_bits)
+    lanes = array.inputs * array.fusion(*problem.bits)
     capacity = capacities(array)
     for outputs in _steps(problem.outputs, array.outputs):
         columns = _ceil(outputs, array.outputs)
         for channels in _steps(problem.channels):
             steps = _ceil(channels * problem.taps, lanes)
-            weights = steps * lanes * outputs * problem.weight_bits
+            weights = steps * lanes * outputs * problem.bits[1]
             if weights > capacity["weights"]:
                 continue
             trips = _ceil(problem.channels, channels), _ceil(problem.outputs, outputs)
             for part in problem.row_tiles:
-                activations = part.pixels * channels * problem.activation_bits
+                activations = part.pixels * channels * problem.bits[0]
                 sums = columns * array.outputs * part.rows * array.output_bits
                 if activations <= capacity["activations"] and sums <= capacity["sums"]:
                     size = (part.rows, channels * problem.taps, outputs)
@@ -161,12 +163,12 @@ def capacities(array: BitFusion) -> dict[str, int]:
 
 def check_buffers(problem: Problem, array: BitFusion) -> None:
     """Refuse buffers that cannot hold the smallest tile: one channel, one row, one line of outputs."""
-    lanes = array.inputs * array.fusion(problem.activation_bits, problem.weight_bits)
+    lanes = array.inputs * array.fusion(*problem.bits)
     outputs = min(problem.outputs, array.outputs)
     pixels = min(part.pixels for part in problem.row_tiles)
     needs = {
-        "weight_buffer": _ceil(problem.taps, lanes) * lanes * outputs * problem.weight_bits,
-        "activation_buffer": pixels * problem.activation_bits,
+        "weight_buffer": _ceil(problem.taps, lanes) * lanes * outputs * problem.bits[1],
+        "activation_buffer": pixels * problem.bits[0],
         "output_buffer": array.outputs * array.output_bits,
     }
     for name, bits in needs.items():
@@ -201,14 +203,23 @@ def _traffic(
 
 def _pixel_tiles(op: Convolution) -> Iterator[RowTile]:
     """Complete feature maps, complete lines, or part of a line."""
-    height, width = op.out_height, op.out_width
-    line = op.span(1, width)
+    height, width = op.output
+    line = pixels_touched(op, 1, width)
     for maps in _steps(op.batch):
-        yield RowTile(maps * height * width, _ceil(op.batch, maps), maps * op.span(0, height) * line)
+        yield RowTile(
+            maps * height * width, _ceil(op.batch, maps), maps * pixels_touched(op, 0, height) * line
+        )
     for lines in _steps(height)[1:]:
-        yield RowTile(lines * width, _ceil(height, lines) * op.batch, op.span(0, lines) * line)
+        yield RowTile(lines * width, _ceil(height, lines) * op.batch, pixels_touched(op, 0, lines) * line)
     for part in _steps(width)[1:]:
-        yield RowTile(part, _ceil(width, part) * height * op.batch, op.span(0, 1) * op.span(1, part))
+        pixels = pixels_touched(op, 0, 1) * pixels_touched(op, 1, part)
+        yield RowTile(part, _ceil(width, part) * height * op.batch, pixels)
+
+
+def pixels_touched(op: Convolution, axis: int, outputs: int) -> int:
+    """Input positions along an axis (0: vertical) that a run of adjacent outputs touches."""
+    reach = (outputs - 1) * op.stride[axis] + op.dilation[axis] * (op.kernel[axis] - 1) + 1
+    return min(reach, outputs * op.kernel[axis], op.size[axis])
 
 
 def _steps(size: int, unit: int = 1) -> list[int]:

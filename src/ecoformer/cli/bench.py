@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
 
-from ecoformer.benchmarking.attention import (
-    DTYPES,
-    LONGEST,
-    MECHANISMS,
-    Setting,
-    bench_attention,
-    crossover_sentence,
-    find_crossover,
-    plot_lengths,
-)
-from ecoformer.benchmarking.measuring import Bench
-from ecoformer.benchmarking.models import bench_fit, bench_models
-from ecoformer.cli import bench_options as options
-from ecoformer.cli.bench_tables import show
-from ecoformer.cli.simulated import target
-from ecoformer.conversion import convert
-from ecoformer.hashing import KernelHasher
+from ecoformer.attention.registry import attention_class
+from ecoformer.backends.choice import VARIABLE, default_backend
+from ecoformer.benchmarking import Row, Run
+from ecoformer.benchmarking.attention import DTYPES, MECHANISMS, Setting, bench_attention
+from ecoformer.benchmarking.measuring import Bench, no_progress
+from ecoformer.benchmarking.models import Load, bench_models
+from ecoformer.cli import common
+from ecoformer.cli.sources import open_model
+from ecoformer.running import NOT_TAKEN, eval_mode, not_taken, run_on_meta
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Device = Annotated[str | None, typer.Option(help="`cpu` or `cuda`; default: the GPU, if there is one.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: PyTorch's.", min=1, max=1024)]
-Resolution = Annotated[int | None, typer.Option(help="Height and width of images; default: 224.", min=1)]
-Tokens = Annotated[int | None, typer.Option(help="Tokens of a text; default: 4096.", min=1)]
-Energy = Annotated[bool, typer.Option("--energy", help="Measure energy: NVML on a GPU, RAPL on a CPU.")]
+Energy = Annotated[bool, typer.Option("--energy", help="Measure the energy of an NVIDIA GPU by NVML.")]
 Graphs = Annotated[bool, typer.Option("--graphs", help="Time CUDA graphs, without kernel launches.")]
 Seconds = Annotated[float, typer.Option(help="Approximate seconds for each contestant.", min=0.01)]
 
@@ -45,7 +39,7 @@ bench = typer.Typer(
 @bench.command()
 def attention(
     shape: Annotated[list[str] | None, typer.Option(help="`B,H,N,D`; may be repeated.")] = None,
-    dtype: Annotated[str, typer.Option(help="`fp32`, `bf16`, `fp16` or `fp64`.")] = "fp32",
+    dtype: Annotated[Literal["fp32", "bf16", "fp16", "fp64"], typer.Option(help="Of the inputs.")] = "fp32",
     device: Device = None,
     backward: Annotated[bool, typer.Option("--backward", help="Forward and backward.")] = False,
     causal: Annotated[bool, typer.Option("--causal", help="Causal attention.")] = False,
@@ -56,47 +50,22 @@ def attention(
         bool, typer.Option("--compile", help="Also hashed attention by torch.compile.")
     ] = False,
     graphs: Graphs = False,
-    crossover: Annotated[
-        bool, typer.Option("--crossover", help="Find the N where eco overtakes SDPA.")
-    ] = False,
-    longest: Annotated[
-        int | None, typer.Option(help=f"Where --crossover gives up; default: {LONGEST:,}.", min=16)
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Plot time and memory against N: .png, .svg or .pdf.", callback=target),
-    ] = None,
     energy: Energy = False,
     seconds: Seconds = 1.0,
     threads: Threads = None,
-    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
-    as_json: AsJson = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """Mechanisms from tokens to output, hashing included.
 
     Example: `ecoformer bench attention --shape 1,1,3136,32`
     """
-    notes = options.backend_notes()
-    if not crossover:
-        options.exclude("--longest", longest, "without --crossover")
-    shapes = [options.read_shape(text) for text in shape or ["1,1,3136,32"]]
-    if plot is not None:
-        shapes = _lengths(shapes)
-    on, precision = options.read_device(device), options.read_choice("--dtype", dtype, DTYPES)
-    names = options.read_names("--mechanisms", mechanisms, also=["explicit"])
-    settings = [Setting(size, precision, on, causal, backward, compile_, seed) for size in shapes]
-    with options.measuring(threads) as progress:
+    shapes = [_shape(text) for text in shape or ["1,1,3136,32"]]
+    names, on = _mechanisms("--mechanisms", mechanisms, ["explicit"]), _device(device)
+    settings = [Setting(size, DTYPES[dtype], on, causal, backward, compile_) for size in shapes]
+    with _measuring(threads) as progress:
         how = Bench(on, seconds, graphs, energy=energy, progress=progress)
         run = bench_attention(settings, names, how)
-        if crossover:
-            quick = Bench(on, 0.2, graphs, progress=progress)
-            run.more["crossover"] = find_crossover(settings[-1], quick, longest or LONGEST)
-            run.notes.append(crossover_sentence(run.more["crossover"]))
-    if plot is not None:
-        plot_lengths(run, plot)
-        run.notes.append(f"wrote {plot}")
-    run.notes += notes
-    show(run, as_json)
+    _show(run, as_json)
 
 
 @bench.command()
@@ -109,94 +78,191 @@ def model(
         str,
         typer.Option(help="Mechanisms; `native` is the model as it is, `explicit` forms the N x N matrix."),
     ] = "softmax,native,eco",
-    resolution: Resolution = None,
-    tokens: Tokens = None,
+    resolution: common.Resolution = None,
+    tokens: common.Tokens = None,
     batch: Annotated[str, typer.Option(help="Batch sizes: `1,16`.")] = "1",
     train: Annotated[bool, typer.Option("--train", help="Training steps instead of inference.")] = False,
     compile_: Annotated[bool, typer.Option("--compile", help="All models by torch.compile.")] = False,
     channels_last: Annotated[bool, typer.Option("--channels-last", help="Images channels last.")] = False,
-    amp: Annotated[str | None, typer.Option(help="Autocast: `bf16` or `fp16`.")] = None,
+    amp: Annotated[Literal["bf16", "fp16"] | None, typer.Option(help="Autocast.")] = None,
     graphs: Graphs = False,
     device: Device = None,
     energy: Energy = False,
     seconds: Seconds = 2.0,
     threads: Threads = None,
-    as_json: AsJson = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """A model with one mechanism or another: images or tokens per second.
 
     Example: `ecoformer bench model pvt_v2_b0 --attention softmax,native,explicit,eco --batch 1,16`
     """
-    notes = options.backend_notes()
-    names = options.read_names("--attention", attention, also=["explicit", "native"])
-    sizes, on = options.read_numbers("--batch", batch), options.read_device(device)
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    precision = None if amp is None else options.read_choice("--amp", amp, half)
-    with options.measuring(threads) as progress:
+    names = _mechanisms("--attention", attention, ["explicit", "native"])
+    sizes, on = _numbers("--batch", batch), _device(device)
+    common.exclude(("--resolution", resolution), ("--tokens", tokens))
+    precision = None if amp is None else DTYPES[amp]
+    flags: dict[str, Any] = {"train": train, "channels last": channels_last, "graphs": graphs}
+    flags["autocast"] = precision and str(precision).removeprefix("torch.")
+    built, about, inputs = _model_and_inputs(name, resolution, tokens)
+    load = Load(
+        inputs,
+        about | {flag: value for flag, value in flags.items() if value},
+        train=train,
+        compiled=compile_,
+        channels_last=channels_last,
+        amp=precision,
+    )
+    with _measuring(threads) as progress:
         how = Bench(on, seconds, graphs, energy=energy, progress=progress)
-        base, load = options.base_model(
-            name,
-            resolution,
-            tokens,
-            train=train,
-            compiled=compile_,
-            channels_last=channels_last,
-            amp=precision,
-        )
-        if graphs:
-            load.about["graphs"] = True
-        run = bench_models(base, names, load, sizes, how)
-    run.notes += notes
-    show(run, as_json)
+        run = bench_models(built, names, load, sizes, how)
+    _show(run, as_json)
 
 
-@bench.command()
-def fit(
-    shape: Annotated[
-        str | None, typer.Option(help="Tokens to learn from: `B,H,N,D`; default: `16,1,3136,32`.")
-    ] = None,
-    bits: Annotated[int, typer.Option(help="Bits of a code.", min=1)] = 16,
-    support: Annotated[int, typer.Option(help="Support samples.", min=1)] = 25,
-    name: Annotated[
-        str | None, typer.Option("--model", help="Fit all hashers of this model instead.")
-    ] = None,
-    resolution: Resolution = None,
-    tokens: Tokens = None,
-    samples: Annotated[
-        int | None, typer.Option(help="Images or texts to learn from; default: 16.", min=1)
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="How often to fit.", min=1)] = 3,
-    device: Device = None,
-    threads: Threads = None,
-    as_json: AsJson = False,
-) -> None:
-    """How long it takes to learn the hash functions of one hasher or of a model.
+def _model_and_inputs(
+    name: str, resolution: int | None, tokens: int | None
+) -> tuple[nn.Module, dict[str, Any], Callable[[int], Tensor]]:
+    """A model before conversion, what rows say about it, and a function that makes a batch of inputs."""
+    about: dict[str, Any] = {"model": name}
+    if name == "lra_text" or tokens is not None:
+        length = tokens or 4096
 
-    Example: `ecoformer bench fit --shape 16,1,3136,32 --bits 16 --support 25`
-    """
-    on = options.read_device(device)
-    with options.measuring(threads) as progress:
-        if name is None:
-            for option, given in (("resolution", resolution), ("tokens", tokens), ("samples", samples)):
-                options.exclude(f"--{option}", given, "without --model")
-            size = options.read_shape(shape or "16,1,3136,32")
-            inputs = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(on)
-            hasher = KernelHasher(size[1], size[3], bits, support).to(on)
-            run = bench_fit(hasher, inputs, repeats=repeats, progress=progress)
+        def inputs(count: int) -> Tensor:
+            return torch.randint(1, 257, (count, length), generator=torch.Generator().manual_seed(count))
+
+        about["tokens"] = length
+    else:
+        size = resolution or 224
+
+        def inputs(count: int) -> Tensor:
+            return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(count))
+
+        about["resolution"] = size
+    if name == "lra_text":
+        from ecoformer.models.text import lra_text
+
+        return lra_text(attention="softmax", length=tokens or 4096).eval(), about, inputs
+    model = open_model(name, image_size=about.get("resolution")).model
+    try:
+        with torch.no_grad(), eval_mode(model):
+            run_on_meta(model, inputs(1))
+    except NOT_TAKEN as error:
+        raise not_taken(model, inputs(1), error) from error
+    return model, about, inputs
+
+
+def _shape(text: str) -> tuple[int, int, int, int]:
+    numbers = _numbers("--shape", text)
+    if len(numbers) != 4:
+        raise ValueError(f"--shape takes B,H,N,D, such as 1,1,3136,32, got {text!r}")
+    return numbers[0], numbers[1], numbers[2], numbers[3]
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise ValueError(f"{option} takes positive integers separated by commas, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def _mechanisms(option: str, text: str, also: Sequence[str]) -> list[str]:
+    """Names of mechanisms, or names in `also`."""
+    names = common.names_in(text, option)
+    for name in names:
+        try:
+            attention_class("softmax" if name in also else name)
+        except ValueError as error:
+            raise ValueError(f"{option}: {error}; also {', '.join(also)}") from error
+    return names
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
+    count = torch.cuda.device_count()
+    if kind == "cuda" and int(index or 0) >= count:
+        raise ValueError(f"--device {name}: PyTorch sees {count} CUDA devices; use --device cpu")
+    return torch.device(name)
+
+
+@contextmanager
+def _measuring(threads: int | None) -> Iterator[Callable[[str], None]]:
+    """Set the number of CPU threads, and show progress on a terminal."""
+    default_backend()  # refuses a wrong name in the environment
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    console = Console(stderr=True)
+    try:
+        if console.is_terminal:
+            with console.status("starting") as status:
+                yield status.update
         else:
-            options.exclude("--shape", shape, "with --model")
-            base, load = options.base_model(name, resolution, tokens)
-            convert(base, "eco", bits=bits, support=support)
-            batch = load.make(samples or 16).to(on)
-            run = bench_fit(base.to(on).eval(), batch, name, repeats=repeats, progress=progress)
-    show(run, as_json)
+            yield no_progress
+    finally:
+        torch.set_num_threads(before)
 
 
-def _lengths(shapes: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """The shapes to plot: as given, or a single one with N, N/2, ... N/16."""
-    if len({(b, h, d) for b, h, _, d in shapes}) > 1:
-        raise ValueError("--plot plots against N: B, H and D of all --shape must be the same")
-    if len(shapes) > 1:
-        return sorted(shapes)
-    batch, heads, tokens, dim = shapes[0]
-    return [(batch, heads, n, dim) for n in sorted({max(1, tokens >> k) for k in range(5)})]
+def _show(run: Run, as_json: bool) -> None:
+    """Print a run in tables of at most 100 columns; the exit status is 1 if a result was wrong."""
+    if (name := default_backend()) is not None:
+        run.notes.append(f"{VARIABLE}={name} is ignored: a benchmark runs every available backend")
+    if as_json:
+        common.print_json(run.to_dict())
+    else:
+        console = common.plain_console()
+        console.print(f"{run.device}, CPU threads: {run.threads}", soft_wrap=True)
+        for title, rows in groupby(run.rows, key=_title):
+            console.print(_table(title, list(rows)), width=100)
+        for note in run.notes:
+            console.print(note, soft_wrap=True)
+    if run.wrong:
+        raise typer.Exit(1)
+
+
+def _title(row: Row) -> str:
+    words = []
+    for key, value in row.setting.items():
+        if isinstance(value, bool):
+            words += [key] if value else []
+        elif isinstance(value, list):
+            words.append(f"({', '.join(map(str, value))})")
+        else:
+            words.append(value if key in ("dtype", "model") else f"{key} {value}")
+    return ", ".join(words)
+
+
+def _table(title: str, rows: list[Row]) -> Table:
+    """Columns that no row fills are left out; failures are listed below."""
+    table = Table("mechanism", "backend", title=title, title_justify="left")
+    cells = [_cells(row) for row in rows]
+    names = [name for name in cells[0] if any(row[name] for row in cells)]
+    for name in names:
+        table.add_column(name, justify="right")
+    for row, cell in zip(rows, cells, strict=True):
+        table.add_row(row.mechanism, row.backend, *(cell[name] for name in names))
+    table.caption = "\n".join(f"{row.label}: {row.failure}" for row in rows if row.failure) or None
+    table.caption_justify = "left"
+    return table
+
+
+def _cells(row: Row) -> dict[str, str]:
+    timing, check, checked = row.timing, row.checked, ""
+    if check is not None and check.passed:
+        checked = f"{check.error:.0e} ≤ {check.bound:.0e}" if check.bound else check.against
+    return {
+        "ms": _short(timing.median_ms if timing else None),
+        "quartiles": f"{_short(timing.low_ms)} – {_short(timing.high_ms)}" if timing else "",
+        f"{row.counted}/s": _short(row.per_second),
+        "speed, SDPA = 1": _short(row.ratio_to_sdpa),
+        "MB": _short(row.peak_mb),
+        "J": _short(row.energy["per_item_joules"] if row.energy else None),
+        "checked": checked,
+    }
+
+
+def _short(value: float | None) -> str:
+    """Three digits, and all of those before the point."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from ecoformer.checkpoints import save
+from ecoformer.cli import common
 from ecoformer.cli.batches import sample_batch
-from ecoformer.cli.settings import parse_settings
 from ecoformer.cli.sources import open_model
 from ecoformer.conversion import convert as convert_model
 from ecoformer.conversion.convert import NOT_FITTED
@@ -28,13 +27,7 @@ def convert(
         list[str] | None,
         typer.Option(help="Pattern of layer names, such as `stages.1.*`, or `all`; repeatable."),
     ] = None,
-    local: Annotated[
-        str | None, typer.Option(help="Local branch: `7` over a sequence, `3x3` over an image.")
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="An argument of the mechanism; repeatable."),
-    ] = None,
+    settings: common.Settings = None,
     fit: Annotated[
         Path | None,
         typer.Option(help="Fit the hash functions on a folder of images, or a file with one text per line."),
@@ -48,14 +41,14 @@ def convert(
         bool, typer.Option("--pretrained", help="Start from timm's pretrained weights.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite OUT.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """Replace the attention of a model and write it to a file that `ecoformer.load` reads.
 
     Example: `ecoformer convert pvt_v2_b0 eco_b0.safetensors --attention eco --fit photos/`
     """
     _check_target(target, force)
-    config = _config(settings or [], local)
+    config = _config(settings or [])
     if fit is not None and not fit.exists():
         raise FileNotFoundError(f"--fit: no such folder or file: {fit}")
     opened = open_model(source, architecture=architecture, pretrained=pretrained)
@@ -74,7 +67,7 @@ def convert(
     written = save(opened.model, target)
     facts = report.to_dict() | {"source": opened.what, "fitted": fitted, "written": str(written)}
     if as_json:
-        typer.echo(json.dumps(facts, indent=2))
+        common.print_json(facts)
         return
     typer.echo(report)
     if fitted:
@@ -91,16 +84,9 @@ def _check_target(target: Path, force: bool) -> None:
         raise FileNotFoundError(f"OUT: no such folder: {target.parent}")
 
 
-def _config(settings: list[str], local: str | None) -> dict[str, Any]:
-    config = parse_settings(settings)
-    options = {"mechanism": "--attention", "layers": "--layers", "local": "--local", "model": "IN"}
-    for key in config.keys() & (options.keys() | {"example"}):
-        if key != "local" or local is not None:
-            option = options.get(key, "IN")
-            raise ValueError(f"--set {key} is not an argument of the mechanism: use {option}")
-    if local is not None:
-        sizes = local.lower().split("x")
-        if not all(size.isascii() and size.isdigit() for size in sizes) or len(sizes) > 2:
-            raise ValueError(f"--local takes 7 or 3x3, got {local!r}")
-        config["local"] = int(sizes[0]) if len(sizes) == 1 else tuple(int(size) for size in sizes)
+def _config(settings: list[str]) -> dict[str, Any]:
+    config = common.parse_settings(settings)
+    options = {"mechanism": "--attention", "layers": "--layers", "model": "IN", "example": "IN"}
+    for key in config.keys() & options.keys():
+        raise ValueError(f"--set {key} is not an argument of the mechanism: use {options[key]}")
     return config

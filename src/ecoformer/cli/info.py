@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import platform
 from functools import partial
 from typing import Annotated, Any
@@ -18,7 +17,7 @@ from ecoformer.attention import list_attentions
 from ecoformer.backends.choice import PREFERRED, VARIABLE, available, cannot_on, default_backend
 from ecoformer.benchmarking.attention import check_backends
 from ecoformer.benchmarking.results import Row
-from ecoformer.cli.console import plain_console
+from ecoformer.cli.common import AsJson, plain_console, print_json
 from ecoformer.cli.sources import open_model
 from ecoformer.conversion.layers import Found, find_layers
 
@@ -29,32 +28,27 @@ def info(
     model: Annotated[
         str | None, typer.Argument(help="A timm model's name, a checkpoint, or a folder.")
     ] = None,
-    architecture: Annotated[
-        str | None, typer.Option("--model", help="The timm model that a weights file belongs to.")
-    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare the fused backends with the reference on this machine.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Versions and backends, or the attention layers of MODEL.
 
     Example: `ecoformer info ecoformer_pvt_v2_b0`
     """
     if check:
-        if model is not None or architecture is not None:
+        if model is not None:
             raise ValueError("--check tests this machine: leave the model out")
         _check(as_json)
         return
     if model is None:
-        if architecture is not None:
-            raise ValueError("--model names the architecture of a weights file: name the file too")
         facts = {"versions": versions(), "backends": backends(), "mechanisms": list_attentions()}
-        typer.echo(json.dumps(facts, indent=2)) if as_json else _show_machine(facts)
+        print_json(facts) if as_json else _show_machine(facts)
         return
-    source = open_model(model, architecture=architecture)
+    source = open_model(model)
     facts = {"model": source.what} | describe(source.model)
-    typer.echo(json.dumps(facts, indent=2)) if as_json else _show_model(facts)
+    print_json(facts) if as_json else _show_model(facts)
 
 
 def _check(as_json: bool) -> None:
@@ -66,7 +60,7 @@ def _check(as_json: bool) -> None:
         for row in check_backends(torch.device(name), progress=partial(typer.echo, err=True))
     ]
     if as_json:
-        typer.echo(json.dumps([row.to_dict() for row in rows], indent=2))
+        print_json([row.to_dict() for row in rows])
     elif not rows:
         typer.echo("no fused backend can run here (`ecoformer info` says why); eager needs no check")
     else:

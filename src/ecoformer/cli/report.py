@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from ecoformer.cli.console import plain_console
+from ecoformer.cli.common import AsJson, print_json, print_table
 
 
 def report(
@@ -35,7 +33,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder of the runs and the page.")] = Path("runs/demo"),
     margin: Annotated[float, typer.Option(help="Accuracy that may be lost, 0 to 1.", min=0, max=1)] = 0.01,
     change: Annotated[list[str] | None, typer.Option("--set", help="Change a value of the recipe.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a small softmax model on digits, convert it to hashed attention, and compare the two.
 
@@ -51,11 +49,8 @@ def demo(
 
     found = run_demo(out, margin=margin, changes=tuple(change or ()), progress=progress, show=not as_json)
     if as_json:
-        typer.echo(json.dumps(asdict(found) | {"page": str(found.page), "kept": found.kept}, indent=2))
+        print_json(asdict(found) | {"page": str(found.page), "kept": found.kept})
     else:
-        table = Table(*found.rows[0])
-        for row in found.rows:
-            table.add_row(*row.values())
-        plain_console().print(table)
+        print_table(list(found.rows[0]), found.rows, [])
         typer.echo(f"{found}\npage: {found.page}")
     raise typer.Exit(0 if found.kept else 1)

@@ -56,7 +56,7 @@ def open_model(
 
 def _from_file(path: Path) -> Source:
     hint = (
-        "Weights of a timm model need its name: --model pvt_v2_b0 with convert or info; other commands take "
+        "Weights of a timm model need its name: --model pvt_v2_b0 with convert; other commands take "
         "the output of convert, or the name itself"
     )
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from typing import Annotated
 
@@ -11,9 +10,8 @@ from rich import box
 from rich.padding import Padding
 from rich.table import Table
 
-from ecoformer.cli.console import plain_console
-from ecoformer.cli.settings import exclude
-from ecoformer.report.tables import STATUSES, Cell, PaperTable, list_tables, paper_table, tables_csv
+from ecoformer.cli.common import AsJson, plain_console, print_json
+from ecoformer.report.tables import STATUSES, Cell, PaperTable, list_tables, paper_table
 
 _MARKS = {"equal": "=", "differs": "≠", "open": "~", "slip": "!", "not ours": ""}
 _HEADS = {
@@ -32,19 +30,15 @@ _HEADS = {
 
 def tables(
     name: Annotated[str | None, typer.Argument(help="One table; without, all of them.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, one line a cell.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Every table of the paper: the printed figure, ours, and the difference.
 
     Example: `ecoformer tables imagenet_main`
     """
-    exclude(("--json", as_json), ("--csv", as_csv))
     found = [paper_table(each) for each in ([name] if name is not None else list_tables())]
     if as_json:
-        typer.echo(json.dumps([table.to_dict() for table in found], indent=2))
-    elif as_csv:
-        typer.echo(tables_csv(found), nl=False)
+        print_json([table.to_dict() for table in found])
     else:
         _show(found)
 

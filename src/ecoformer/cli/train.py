@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+from ecoformer.cli.common import AsJson, print_json
+
 Change = Annotated[
     list[str] | None,
     typer.Option("--set", help="Change a value, such as `optimiser.lr=1e-3`; can be repeated."),
@@ -47,7 +47,7 @@ def train(
     if not training.is_first_process():
         return
     if as_json:
-        typer.echo(json.dumps(result, indent=2))
+        print_json(result)
         return
     paper = result["cost"]["paper"]
     typer.echo(f"accuracy {result['accuracy']:.2%} (best {result['best_accuracy']:.2%})")
@@ -72,7 +72,7 @@ def evaluate(
     training = _training()
     measured = training.evaluate_path(run, recipe, change or [], device=device)
     if as_json:
-        typer.echo(json.dumps(measured, indent=2))
+        print_json(measured)
     else:
         typer.echo(f"accuracy {measured['accuracy']:.2%}, loss {measured['loss']:.4f}")
 

@@ -7,16 +7,14 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
 
-from ecoformer.accounting import Counts, Ledger, cost, energy_table, sweep
+from ecoformer.accounting import Counts, Ledger, cost, energy_table
 from ecoformer.bitfusion import printed_table
 from ecoformer.third_party import import_timm
 
 Row = dict[str, str]
 Figures = dict[str, float]
 
-IMAGE = (1, 3, 224, 224)
 _MECHANISMS = {"msa": "softmax", "transformer": "softmax"}
 _MODELS = {"twins_svt_s": "twins_svt_small"}
 
@@ -25,17 +23,9 @@ _MODELS = {"twins_svt_s": "twins_svt_small"}
 def vision_ledger(model: str, mechanism: str, classes: int, **settings: Any) -> Ledger:
     """The paper's accounting of a converted timm model at 224 x 224."""
     options = {"attention": mechanism, "attention_config": settings, "num_classes": classes}
-    return cost(_timm_model(f"ecoformer_{model}", **options), IMAGE)
-
-
-def _timm_model(name: str, **options: Any) -> nn.Module:
-    try:
-        timm = import_timm()
-    except ModuleNotFoundError as error:
-        raise ImportError("the paper's models are built on timm: pip install 'ecoformer[vision]'") from error
     with torch.device("meta"):
-        model: nn.Module = timm.create_model(name, **options)
-    return model
+        built = import_timm().create_model(f"ecoformer_{model}", **options)
+    return cost(built, (1, 3, 224, 224))
 
 
 @cache
@@ -54,7 +44,8 @@ def _figures(counts: Counts, ledger: Ledger) -> Figures:
 
 
 def _mechanism(row: Row) -> str:
-    return _MECHANISMS.get(row["method"], row["method"])
+    name = row.get("method", "eco")
+    return _MECHANISMS.get(name, name)
 
 
 def _vision(rows: list[Row], *, classes: int, attention_alone: bool = False) -> list[Figures]:
@@ -62,6 +53,8 @@ def _vision(rows: list[Row], *, classes: int, attention_alone: bool = False) -> 
     for row in rows:
         model, mechanism = row.get("model", "pvt_v2_b0"), _mechanism(row)
         settings = {"k": 96} if mechanism == "linformer" else {}
+        if "m" in row:
+            settings["support"] = int(row["m"])
         ledger = vision_ledger(_MODELS.get(model, model), mechanism, classes, **settings)
         found.append(_figures(ledger.of("attention") if attention_alone else ledger.total, ledger))
     return found
@@ -70,12 +63,6 @@ def _vision(rows: list[Row], *, classes: int, attention_alone: bool = False) -> 
 def _text(rows: list[Row]) -> list[Figures]:
     ledgers = [text_ledger(_mechanism(row)) for row in rows]
     return [_figures(ledger.total, ledger) for ledger in ledgers]
-
-
-def _support_samples(rows: list[Row]) -> list[Figures]:
-    build = partial(_timm_model, "pvt_v2_b0", num_classes=100)
-    points = sweep(build, "m", [int(row["m"]) for row in rows], mechanisms=["eco"], example=IMAGE)
-    return [_figures(point.ledger.total, point.ledger) for point in points]
 
 
 def _operations(rows: list[Row]) -> list[Figures]:
@@ -99,7 +86,7 @@ OURS: dict[str, Callable[[list[Row]], list[Figures]]] = {
     "cifar100_attentions": partial(_vision, classes=100),
     "cifar100_binarization": partial(_vision, classes=100),
     "cifar100_hash_functions": partial(_vision, classes=100),
-    "cifar100_support_samples": _support_samples,
+    "cifar100_support_samples": partial(_vision, classes=100),
     "bitfusion": _bitfusion,
 }
 """By table; of tables that are not here we compute nothing."""

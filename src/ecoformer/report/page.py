@@ -112,9 +112,7 @@ def write_page(
     target = Path(path)
     if target.suffix != ".html":
         raise ValueError(f"a page is an .html file, got {target.name}")
-    points = [
-        {"label": r.name, "energy_pj": r.cost()["energy_pj"], "accuracy": 100 * r.accuracy} for r in runs
-    ]
+    points = [{"label": r.name, "energy_pj": r.cost()["energy_pj"], "accuracy": r.accuracy} for r in runs]
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<title>{html.escape(title)}</title><style>{_STYLE}</style>"
     parts = [

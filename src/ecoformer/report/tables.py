@@ -7,15 +7,15 @@ CIFAR-100 count a head of 100 classes: with 1000, two of their energies come out
 
 from __future__ import annotations
 
+import csv
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any, Literal
 
-from ecoformer.accounting.ledger import csv_text
 from ecoformer.report.expected import NOTES, OPEN, SLIPS
 from ecoformer.report.ours import OURS, Row
-from ecoformer.report.rows import printed_rows
 
 Status = Literal["equal", "differs", "open", "slip", "not ours"]
 
@@ -134,11 +134,10 @@ def paper_table(name: str) -> PaperTable:
     return PaperTable(name, _TITLES[name], columns, tuple(cells), NOTES.get(name, ()))
 
 
-def tables_csv(tables: list[PaperTable]) -> str:
-    """One line per cell."""
-    names = ["table", "row", "column", "printed", "ours", "difference", "status", "note"]
-    rows = ({"table": table.name} | cell.to_dict() for table in tables for cell in table.cells)
-    return csv_text(names, rows)
+def printed_rows(table: str) -> list[dict[str, str]]:
+    """One of the paper's tables, as it is printed."""
+    text = files("ecoformer.report").joinpath(f"printed/{table}.csv").read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))
 
 
 def _cell(table: str, row: Row, column: str, text: str, ours: float | None) -> Cell:

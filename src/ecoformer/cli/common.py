@@ -1,0 +1,168 @@
+"""Options, parsing and printing that several commands share."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+from torch import Tensor, nn
+
+from ecoformer.accounting import Ledger, cost
+from ecoformer.attention.registry import settings_of, unknown_setting
+from ecoformer.cli.sources import open_model
+from ecoformer.conversion import convert
+
+NATIVE = "native"
+"""The name of a model as it is."""
+INPUTS = ("resolution", "tokens")
+"""Parameters of the input in `--sweep`; all others are arguments of the mechanism."""
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A timm model's name, a checkpoint, or a folder.")
+]
+Compare = Annotated[
+    str, typer.Option(help="Mechanisms between commas: `softmax,eco`; `native` is the model as it is.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="An argument of the mechanism; repeatable."),
+]
+Resolution = Annotated[int | None, typer.Option(help="Height and width of the image; default: 224.", min=1)]
+Tokens = Annotated[int | None, typer.Option(help="Tokens of the text, for text models.", min=1)]
+Accounting = Annotated[
+    Literal["paper", "exact"],
+    typer.Option(help="`paper` counts what the paper counts, `exact` everything that is executed."),
+]
+Energy = Annotated[str, typer.Option(help="An energy table's name, or a JSON file.")]
+
+
+def plain_console() -> Console:
+    """A console that prints brackets in names as they are, and long lines in a pipe."""
+    console = Console(markup=False, highlight=False)
+    return console if console.is_terminal else Console(markup=False, highlight=False, width=200)
+
+
+def print_json(facts: Any) -> None:
+    """Print facts as JSON."""
+    typer.echo(json.dumps(facts, indent=2))
+
+
+def print_table(names: Iterable[str], rows: Iterable[dict[str, Any]], figures: Iterable[str]) -> None:
+    """Print rows as a table: names on the left, figures aligned to the right."""
+    columns = [(name, False) for name in names] + [(figure, True) for figure in figures]
+    table = Table(*(Column(name, justify="right" if figure else "left") for name, figure in columns))
+    for row in rows:
+        table.add_row(*(str(row[name]) for name, _ in columns))
+    plain_console().print(table)
+
+
+def exclude(*options: tuple[str, Any]) -> None:
+    """Refuse more than one of these options."""
+    given = [name for name, value in options if value]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} exclude each other")
+
+
+def names_in(text: str, option: str) -> list[str]:
+    """Names separated by commas."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ValueError(f"{option} takes names separated by commas, such as softmax,eco, got {text!r}")
+    return names
+
+
+def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
+    """The settings of several `KEY=VALUE`; a value is a Python literal or else a string."""
+    found = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise ValueError(f"--set takes KEY=VALUE, such as bits=8, got {text!r}")
+        found[key] = _value(value)
+    return found
+
+
+def parse_sweep(text: str) -> tuple[str, list[Any]]:
+    """The name and the values of `KEY=VALUE,VALUE,...`."""
+    key, _, values = text.partition("=")
+    found = [_value(value.strip()) for value in values.split(",")]
+    if not key.isidentifier() or "" in found:
+        raise ValueError(f"--sweep takes KEY=VALUE,VALUE, such as resolution=224,384, got {text!r}")
+    if key in INPUTS and not all(type(value) is int and value > 0 for value in found):
+        raise ValueError(f"--sweep {key} takes positive integers, got {values!r}")
+    return key, found
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def check_settings(mechanisms: Iterable[str], keys: Iterable[str]) -> None:
+    """Refuse a setting that none of these mechanisms has."""
+    named = [name for name in mechanisms if name != NATIVE]
+    for key in keys:
+        if not any(key in settings_of(name) for name in named):
+            problem = unknown_setting(key, named) if named else f"{key!r} needs a mechanism: name one"
+            raise ValueError(f"--set: {problem}")
+
+
+def counted_model(
+    name: str,
+    mechanism: str,
+    settings: dict[str, Any] | None = None,
+    *,
+    batch: int = 1,
+    resolution: int | None = None,
+    tokens: int | None = None,
+) -> tuple[nn.Module, Tensor]:
+    """A model to be counted, converted unless `mechanism` is "native", and an input for it.
+
+    Settings that the mechanism does not have are ignored.
+    """
+    if tokens is not None:
+        example = torch.zeros(batch, tokens, dtype=torch.long, device="meta")
+    else:
+        example = torch.zeros(batch, 3, resolution or 224, resolution or 224, device="meta")
+    # Models built from a name need no weights; files and folders bring theirs.
+    with nullcontext() if Path(name).exists() else torch.device("meta"):
+        model = open_model(name, image_size=None if tokens else resolution or 224).model
+    if mechanism != NATIVE:
+        known = settings_of(mechanism)
+        own = {key: value for key, value in (settings or {}).items() if key in known}
+        convert(model, mechanism, example=example, **own)
+    return model, example
+
+
+def swept_ledgers(
+    model: str,
+    mechanisms: Iterable[str],
+    sweep: str,
+    settings: dict[str, Any],
+    size: dict[str, Any],
+    **how: Any,
+) -> list[tuple[dict[str, Any], Ledger]]:
+    """What a model costs for each mechanism and each value of `sweep`; `how` goes to `cost`."""
+    key, values = parse_sweep(sweep)
+    names = list(mechanisms)
+    if key not in INPUTS:
+        for name in names:
+            check_settings([name], [key])
+    rows = []
+    for name in names:
+        for value in values:
+            at = {key: value} if key in INPUTS else size
+            counted = counted_model(model, name, settings | {key: value}, **at)
+            rows.append(({"attention": name, key: value}, cost(*counted, **how)))
+    return rows
