@@ -15,7 +15,6 @@ WAYS = {
     "pairs": QUICK,
     "start only": FitOptions(steps=0),
     "cosine": FitOptions(target="cosine", steps=5),
-    "two passes": FitOptions(pairs=5, steps=5, passes=2),
 }
 EPS = torch.finfo(torch.float32).eps
 

@@ -35,8 +35,8 @@ class Problem:
         self.sparse = SparseLabels(self.pairs)
         self.dense = reference.pairwise_labels(unit, pairs)
 
-    def learn(self, options, bits=BITS, seed=0, tick=None):
-        return learn_bits(self.features, self.sparse, bits, options, generator(seed), tick)
+    def learn(self, options, bits=BITS, seed=0):
+        return learn_bits(self.features, self.sparse, bits, options, generator(seed))
 
     def codes(self, weights):
         return reference.sign(self.features @ weights.unsqueeze(1))
@@ -53,7 +53,7 @@ def random_codes(bits, seed=5):
 @pytest.mark.parametrize("learned", [0, 1, 4])
 def test_residual_is_never_formed_and_yet_the_same(learned):
     problem = Problem()
-    solver = _Solver(problem.features, problem.sparse, BITS, FitOptions(start="random"), generator())
+    solver = _Solver(problem.features, problem.sparse, BITS, FitOptions(start="random"), generator(), None)
     others, bit = random_codes(learned), random_codes(1, seed=6)[..., 0]
     residual = reference.residual(others, problem.dense, BITS)
     pull = solver._pull(bit, others)
@@ -82,7 +82,6 @@ def test_released_settings():
         "target": "pairs",
         "pairs": 10,
         "steps": 100,
-        "passes": 1,
         "start": "random",
         "relaxation": "sigmoid",
         "lr": 5e-4,
@@ -91,9 +90,7 @@ def test_released_settings():
 
 
 @every_option
-@pytest.mark.parametrize("passes", [1, 2])
-def test_no_bit_is_worse_than_its_start(options, passes, monkeypatch):
-    options = FitOptions(**{**vars(options), "passes": passes})
+def test_no_bit_is_worse_than_its_start(options, monkeypatch):
     problem, seen = Problem(), []
     choose, descend = _Solver._choose_start, _Solver._descend
 
@@ -110,7 +107,7 @@ def test_no_bit_is_worse_than_its_start(options, passes, monkeypatch):
     monkeypatch.setattr(_Solver, "_choose_start", spy_start)
     monkeypatch.setattr(_Solver, "_descend", spy_descend)
     problem.learn(options)
-    assert len(seen) == passes * BITS
+    assert len(seen) == BITS
     improved = 0
     for others, start, claimed, kept in seen:
         residual = reference.residual(others, problem.dense, BITS)
@@ -130,19 +127,6 @@ def test_learning_lowers_the_objective(options, seed):
     assert (one_bit[1] <= one_bit[0]).all()
     all_bits = [problem.objective(problem.learn(o, seed=seed)).sum() for o in (still, options)]
     assert all_bits[1] <= all_bits[0]
-
-
-@every_option
-@pytest.mark.parametrize("seed", range(2))
-def test_more_passes_are_never_worse(options, seed):
-    problem = Problem(seed=seed)
-    objectives = [
-        problem.objective(problem.learn(FitOptions(**{**vars(options), "passes": passes}), seed=seed))
-        for passes in (1, 2, 3)
-    ]
-    assert (objectives[1] <= objectives[0]).all()
-    assert (objectives[2] <= objectives[1]).all()
-    assert objectives[2].sum() < objectives[0].sum()
 
 
 def test_heads_do_not_know_of_each_other():
@@ -189,18 +173,11 @@ def test_constant_features_give_finite_weights(options, features, n):
     assert weights.isfinite().all()
 
 
-def test_tick_counts_visits():
-    ticks = []
-    Problem().learn(FitOptions(steps=1, passes=3), tick=lambda: ticks.append(1))
-    assert len(ticks) == 3 * BITS
-
-
 @pytest.mark.parametrize(
     ("argument", "value", "message"),
     [
         ("pairs", 0, "must be at least 1, got 0"),
         ("steps", -1, "must be at least 0, got -1"),
-        ("passes", 0, "must be at least 1, got 0"),
         ("support", "all", 'must be "kmeans" or "random", got \'all\''),
         ("start", "zero", 'must be "spectral" or "random", got \'zero\''),
         ("relaxation", "tanh", 'must be "hardtanh" or "sigmoid", got \'tanh\''),

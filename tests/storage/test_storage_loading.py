@@ -111,11 +111,6 @@ BAD = {
     "int for bool": (lambda t: t.update(flags=torch.ones(3).to(torch.uint8)), "another kind"),
     "complex": (lambda t: t.update({"linear.bias": torch.ones(4).cfloat()}), "another kind"),
     "complex for int": (lambda t: t.update({"norm.num_batches_tracked": torch.tensor(1j)}), "another kind"),
-    "meta": (
-        lambda t: t.update({"linear.bias": torch.ones(4, device="meta")}),
-        "1 without data .'linear.bias' Tensor",
-    ),
-    "none": (lambda t: t.update({"linear.bias": None}), "1 without data .'linear.bias' NoneType"),
     "all": (lambda t: t.clear(), r"13 missing \('flags', 'linear.weight', 'linear.bias', \.\.\.\)"),
 }
 
@@ -201,12 +196,8 @@ def test_tied_weights_given_as_equal_copies():
         load_into(model, odd, source="x")
 
 
-HALF = torch.ones(5, 3).half()
-
-
-@pytest.mark.parametrize("head", [torch.zeros(5, 3), HALF.view(torch.bfloat16)], ids=["numbers", "dtype"])
-def test_untied_weights_do_not_overwrite_each_other(head):
-    model, tensors = Tied(), {"embed.weight": HALF, "head.weight": head}
+def test_untied_weights_do_not_overwrite_each_other():
+    model, tensors = Tied(), {"embed.weight": torch.ones(5, 3), "head.weight": torch.zeros(5, 3)}
     before = all_bits(model.state_dict())
     line = refused(load_into, model, tensors, source="x")
     assert "1 tied in the model but not here ('embed.weight' and 'head.weight')" in line

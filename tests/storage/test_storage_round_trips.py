@@ -68,11 +68,11 @@ def test_what_is_written_is_read(tensors, config, ties):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (2, 3)])
-def test_every_dtype_and_shape(path, dtype, shape):
-    x = torch.randint(0, 2, shape).to(dtype)
-    write(path, {"x": x}, {})
-    assert bits(read(path)[0]["x"]) == bits(x)
+def test_every_dtype_and_shape(path, dtype):
+    shapes = [(), (0,), (3, 0, 2), (1,), (2, 3)]
+    tensors = {str(shape): torch.randint(0, 2, shape).to(dtype) for shape in shapes}
+    write(path, tensors, {})
+    assert all_bits(read(path)[0]) == all_bits(tensors)
 
 
 def test_other_tools_read_the_file(written):

@@ -23,7 +23,7 @@ from ecoformer.checkpoints.describe import (
     rebuild,
     structure,
 )
-from ecoformer.checkpoints.limits import Held, build_within, check_numbers, on_meta, within
+from ecoformer.checkpoints.limits import Held, build_within, check_numbers, within
 from ecoformer.conversion.convert import RECORD, unwrapped
 from ecoformer.storage import CheckpointError
 
@@ -69,7 +69,7 @@ def checked_description(
     name, arguments = description["model"]["name"], description["model"].get("arguments", {})
     check_numbers(description, Held.by(model.state_dict()), name)
     try:
-        with on_meta():
+        with torch.device("meta"):
             again = rebuild(description)
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{name} cannot be built with {arguments} ({one_line(error)}): {remedy}") from error
@@ -114,7 +114,11 @@ def load(
     rehearsal = _on_meta(model)
     bare = not structure(model, ours_only=True)
     steps = description if bare else description | {"conversions": []}
-    with _blaming(f"{source} does not fit {type(model).__name__}"), on_meta(), within(held, source):
+    with (
+        _blaming(f"{source} does not fit {type(model).__name__}"),
+        torch.device("meta"),
+        within(held, source),
+    ):
         prepare(rehearsal, steps)
     _check_same(rehearsal, description, source)
     storage.check_fit(rehearsal, tensors, source=source)

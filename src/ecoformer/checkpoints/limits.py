@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
-from torch.overrides import TorchFunctionMode
 
 from ecoformer.storage import CheckpointError, check_fit
 
@@ -67,23 +66,6 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, int]]:
         yield name, value
 
 
-class _LinspaceOnCpu(TorchFunctionMode):
-    """Schedules of stochastic depth are read by models as they are built, by older timm from a tensor."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Only `torch.linspace` is changed."""
-        if func is torch.linspace:
-            return func(*args, **{"device": "cpu"} | (kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def on_meta() -> Iterator[None]:
-    """Models are built as shapes without numbers."""
-    with torch.device("meta"), _LinspaceOnCpu():
-        yield
-
-
 @contextmanager
 def within(held: Held, source: str) -> Iterator[None]:
     """Stop building a model in this thread once it has outgrown a file that holds so much."""
@@ -111,7 +93,7 @@ def within(held: Held, source: str) -> Iterator[None]:
 
 def build_within(build: Callable[[], nn.Module], tensors: Mapping[str, Tensor], source: str) -> nn.Module:
     """Build a model twice: without data, to see that the tensors fit it, and then for real."""
-    with on_meta(), within(Held.by(tensors), source):
+    with torch.device("meta"), within(Held.by(tensors), source):
         rehearsal = build()
     check_fit(rehearsal, tensors, source=source)
     return build()

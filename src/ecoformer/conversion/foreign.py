@@ -146,10 +146,13 @@ _with_size = partial(register_conversion, call=call_with_size, passes_grid=True)
 _with_size("timm.models.pvt_v2.Attention", projections=_query_and_pair, drops=("sr", "norm"))
 _with_size("timm.models.twins.GlobalSubSampleAttn", projections=_query_and_pair, drops=("sr", "norm"))
 _with_size("timm.models.twins.LocallyGroupedAttn", projections=projections_of)
-for _name in ("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention"):
-    register_conversion(
-        _name, projections=projections_of, call=call_timm, refuse=_refuse_timm, image=_timm_image
-    )
+register_conversion(
+    "timm.layers.attention.Attention",
+    projections=projections_of,
+    call=call_timm,
+    refuse=_refuse_timm,
+    image=_timm_image,
+)
 _TRANSFORMERS = {
     "bert.modeling_bert": "BertSelfAttention",
     "camembert.modeling_camembert": "CamembertSelfAttention",

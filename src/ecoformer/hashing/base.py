@@ -16,7 +16,7 @@ from ecoformer.arguments import shape
 from ecoformer.backends.eager import full_precision
 from ecoformer.backends.hashing import Functions, Surrogate, check_surrogate, sign_ste
 from ecoformer.hashing.quality import HashQuality, hash_quality
-from ecoformer.hashing.solver import FitOptions, Tick
+from ecoformer.hashing.solver import FitOptions
 from ecoformer.operations import Described
 from ecoformer.randomness import seeded
 
@@ -72,12 +72,7 @@ class Hasher(Described, nn.Module):
         raise NotImplementedError
 
     def learn(
-        self,
-        tokens: Tensor,
-        valid: Tensor | None,
-        generator: torch.Generator,
-        options: FitOptions,
-        tick: Tick | None,
+        self, tokens: Tensor, valid: Tensor | None, generator: torch.Generator, options: FitOptions
     ) -> None:
         """Set the buffers from finite tokens (B, H, N, D) in fp32 or fp64, zero where they are padding."""
         raise NotImplementedError
@@ -112,7 +107,6 @@ class Hasher(Described, nn.Module):
         seed: int = 0,
         options: FitOptions | None = None,
         group: dist.ProcessGroup | None = None,
-        tick: Tick | None = None,
     ) -> Self:
         """Learn the hash functions from tokens (B, H, N, D); returns the hasher itself.
 
@@ -122,7 +116,6 @@ class Hasher(Described, nn.Module):
             seed: the same seed and samples give the same result, in any order and on any number of ranks.
             options: how to learn, see `FitOptions`.
             group: process group whose ranks each hold some of the samples; all learn from all.
-            tick: called once for every bit learned.
         """
         self._check(tokens, key_padding_mask)
         tokens = _widened(tokens.detach())
@@ -134,7 +127,7 @@ class Hasher(Described, nn.Module):
         self._check_finite(tokens)
         tokens, valid = _sorted_samples(tokens, valid)
         with full_precision(tokens.device):
-            self.learn(tokens, valid, seeded(seed), options or FitOptions(), tick)
+            self.learn(tokens, valid, seeded(seed), options or FitOptions())
         self._set_fitted()
         if group is not None:
             _broadcast_state(self, group)

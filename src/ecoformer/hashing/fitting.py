@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -34,12 +33,13 @@ def fitting(
     seed: int = 0,
     options: FitOptions | None = None,
     group: Group = None,
-    tick: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Iterator[list[str]]:
     """While the context is open, each hasher that the model reaches is fitted once, just before it hashes.
 
     One forward pass fits all layers in the order of the data, so later layers see earlier ones already
-    fitted. Also works inside a training step. Yields the growing list of fitted names.
+    fitted. Also works inside a training step. Yields the growing list of fitted names; `progress` is called
+    with each of them.
 
     >>> with fitting(model):
     ...     model(images)
@@ -55,13 +55,13 @@ def fitting(
                 return
             if hasher.learns:
                 tokens, mask = _forward_arguments(*args, **kwargs)
-                layer_tick = None if tick is None else partial(tick, name)
-                fit = partial(hasher.fit, options=options, group=group, tick=layer_tick)
                 try:
-                    fit(tokens, key_padding_mask=mask, seed=layer_seed)
+                    hasher.fit(tokens, key_padding_mask=mask, seed=layer_seed, options=options, group=group)
                 except ValueError as error:
                     raise ValueError(f"{name or 'hasher'}: {error}") from error
             done.append(name)
+            if progress is not None:
+                progress(name)
 
         return hook
 
@@ -112,23 +112,15 @@ def fit_hashers(
         raise ValueError(f"samples must be at least 1, got {samples}")
     batch = _first_samples(batches, samples)
     tensor = next(chain(model.parameters(), model.buffers()), torch.empty(0))
-    options = options or FitOptions()
     hashers = hashers_of(model)
     before = {hasher: copy.deepcopy(hasher.state_dict()) for hasher in hashers.values()}
     first_rank = not dist.is_initialized() or dist.get_rank() == 0
-    total = sum(hasher.bits * options.passes for hasher in hashers.values())
     try:
         with (
             eval_mode(model),
             torch.no_grad(),
-            progress_bar(total, progress and first_rank) as advance,
-            fitting(
-                model,
-                seed=seed,
-                options=options,
-                group=group,
-                tick=lambda name: advance(f"fitting {name or 'hasher'}"),
-            ) as done,
+            progress_bar(len(hashers), progress and first_rank) as advance,
+            fitting(model, seed=seed, options=options, group=group, progress=advance) as done,
         ):
             (forward or run)(model, move(batch, tensor.device))
         missed = [name for name in hashers if name not in done]

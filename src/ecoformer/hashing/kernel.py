@@ -18,7 +18,7 @@ from ecoformer.backends.hashing import (
 )
 from ecoformer.hashing.base import Hasher, wide_dtype
 from ecoformer.hashing.pairs import CosineLabels, Labels, SparseLabels, find_pairs
-from ecoformer.hashing.solver import FitOptions, Tick, learn_bits
+from ecoformer.hashing.solver import FitOptions, learn_bits
 from ecoformer.operations import Counts, Operations, Product
 
 MAX_BITS = 64
@@ -127,12 +127,7 @@ class KernelHasher(Hasher):
         return HashFunctions(self.support_samples, self.mean, self.sigma, self.weight)
 
     def learn(
-        self,
-        tokens: Tensor,
-        valid: Tensor | None,
-        generator: torch.Generator,
-        options: FitOptions,
-        tick: Tick | None,
+        self, tokens: Tensor, valid: Tensor | None, generator: torch.Generator, options: FitOptions
     ) -> None:
         """Draw support samples from all tokens, centre the kernel on them, learn A."""
         unit = unit_length(tokens).transpose(0, 1)
@@ -155,7 +150,7 @@ class KernelHasher(Hasher):
         rounding = max(torch.finfo(x.dtype).eps for x in (tokens, self.weight))
         # Squared distances of unit tokens are off by about twice the rounding; the kernel divides by 2 sigma.
         data = KernelData(unit, present, features, support, sigma, rounding / sigma)
-        weight = self._solve(data, generator, options, tick)
+        weight = self._solve(data, generator, options)
         same = mean_distance <= _SAME * rounding
         if bool(same.any()):
             heads = ", ".join(str(head) for head in same.nonzero().flatten().tolist())
@@ -170,16 +165,14 @@ class KernelHasher(Hasher):
         self.mean.copy_(mean)
         self.weight.copy_(_unit_scale(weight, features, present))
 
-    def _solve(
-        self, data: KernelData, generator: torch.Generator, options: FitOptions, tick: Tick | None
-    ) -> Tensor:
+    def _solve(self, data: KernelData, generator: torch.Generator, options: FitOptions) -> Tensor:
         """A (H, m, b)."""
         labels: Labels
         if options.target == "cosine":
             labels = CosineLabels(data.unit, data.present)
         else:
             labels = SparseLabels(find_pairs(data.unit, options.pairs, data.present))
-        return learn_bits(data.features, labels, self.bits, options, generator, tick, data.noise)
+        return learn_bits(data.features, labels, self.bits, options, generator, data.noise)
 
 
 class KlshHasher(KernelHasher):
@@ -192,9 +185,7 @@ class KlshHasher(KernelHasher):
 
     _moves_support = False
 
-    def _solve(
-        self, data: KernelData, generator: torch.Generator, options: FitOptions, tick: Tick | None
-    ) -> Tensor:
+    def _solve(self, data: KernelData, generator: torch.Generator, options: FitOptions) -> Tensor:
         distances = squared_distances(data.support, data.support)
         kernel = torch.exp(-distances / (2 * data.sigma.view(-1, 1, 1))).double()
         centred = kernel - kernel.mean(dim=-1, keepdim=True) - kernel.mean(dim=-2, keepdim=True)
@@ -206,9 +197,6 @@ class KlshHasher(KernelHasher):
         draws = torch.rand(self.num_heads, self.support, self.bits, generator=generator, device="cpu")
         chosen = draws.argsort(dim=1).argsort(dim=1) < max(1, self.support // 3)
         weight: Tensor = root @ chosen.to(root)
-        if tick is not None:
-            for _ in range(self.bits * options.passes):
-                tick()
         return weight.to(data.features.dtype)
 
 

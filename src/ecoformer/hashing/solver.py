@@ -6,7 +6,6 @@ h^T R h = b h^T Y h - sum_t (h^T h_t)^2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args, get_type_hints
 
@@ -14,8 +13,6 @@ import torch
 from torch import Tensor
 
 from ecoformer.hashing.pairs import Labels
-
-Tick = Callable[[], None]
 
 _ABOVE_NOISE = 10
 """A bit may depend only on features this many times larger than their rounding error."""
@@ -33,7 +30,6 @@ class FitOptions:
             the sample's mean token; this searches no pairs, so fitting is linear in tokens.
         pairs: l, the number of similar and of dissimilar tokens of each token.
         steps: gradient steps per bit.
-        passes: how often each bit is visited; later visits see all other bits.
         start: "spectral" starts each bit at the leading eigenvector of its relaxed problem (as kernel-based
             supervised hashing does), "random" at Gaussian weights.
         relaxation: what replaces sign(y) in the gradient. "hardtanh" is straight-through: the codes are exact
@@ -47,14 +43,13 @@ class FitOptions:
     target: Literal["pairs", "cosine"] = "pairs"
     pairs: int = 10
     steps: int = 100
-    passes: int = 1
     start: Literal["spectral", "random"] = "spectral"
     relaxation: Literal["hardtanh", "sigmoid"] = "hardtanh"
     lr: float = 0.015
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        for name, least in (("pairs", 1), ("steps", 0), ("passes", 1)):
+        for name, least in (("pairs", 1), ("steps", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"FitOptions.{name} must be at least {least}, got {getattr(self, name)}")
         for name, annotation in get_type_hints(type(self)).items():
@@ -75,14 +70,13 @@ def learn_bits(
     bits: int,
     options: FitOptions,
     generator: torch.Generator,
-    tick: Tick | None = None,
     noise: Tensor | None = None,
 ) -> Tensor:
     """Weights A (H, m, b) from zero-mean kernel features (H, B, N, m); features of padding are zero.
 
     `noise` (H,) is the rounding error of the features; by default that of numbers near 1.
     """
-    return _Solver(features, labels, bits, options, generator, noise).solve(tick)
+    return _Solver(features, labels, bits, options, generator, noise).solve()
 
 
 class _Solver:
@@ -95,7 +89,7 @@ class _Solver:
         bits: int,
         options: FitOptions,
         generator: torch.Generator,
-        noise: Tensor | None = None,
+        noise: Tensor | None,
     ) -> None:
         self.labels, self.bits, self.options, self.generator = labels, bits, options, generator
         self.sizes = features.shape[:3]
@@ -113,20 +107,14 @@ class _Solver:
         self.codes = features.new_zeros(*self.sizes, bits)
         self.weights = features.new_zeros(features.shape[0], features.shape[3], bits)
 
-    def solve(self, tick: Tick | None) -> Tensor:
-        """Visit every bit `passes` times; returns A."""
+    def solve(self) -> Tensor:
+        """Learn bit after bit; returns A."""
         curvature = self._curvature() if self.options.start == "spectral" else None
-        all_bits = torch.arange(self.bits, device=self.codes.device)
-        for visit in range(self.options.passes):
-            for r in range(self.bits):
-                others = self.codes[..., all_bits[all_bits != r] if visit else all_bits[:r]]
-                best, score = self._choose_start(others, curvature)
-                if visit:
-                    best, score = self._keep_better(best, score, self.weights[..., r], others)
-                self.weights[..., r] = best = self._descend(best, score, others)
-                self.codes[..., r] = self._bit(self._project(best))
-                if tick is not None:
-                    tick()
+        for r in range(self.bits):
+            others = self.codes[..., :r]
+            best = self._descend(*self._choose_start(others, curvature), others)
+            self.weights[..., r] = best
+            self.codes[..., r] = self._bit(self._project(best))
         return self.weights if self.basis is None else self.basis @ self.weights
 
     def _choose_start(self, others: Tensor, curvature: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -167,13 +155,8 @@ class _Solver:
                 gradient = gradient * (1 - step / self.options.steps)
             velocity = self.options.momentum * velocity + gradient
             weights = weights + self.options.lr * (gradient + self.options.momentum * velocity)
-        return self._keep_better(best, score, weights, others)[0]
-
-    def _keep_better(
-        self, best: Tensor, score: Tensor, weights: Tensor, others: Tensor
-    ) -> tuple[Tensor, Tensor]:
         bit = self._bit(self._project(weights))
-        return _where_higher(best, score, weights, self._score(bit, self._pull(bit, others)))
+        return _where_higher(best, score, weights, self._score(bit, self._pull(bit, others)))[0]
 
     def _project(self, weights: Tensor) -> Tensor:
         return (self.features @ weights.unsqueeze(-1)).view(self.sizes)
