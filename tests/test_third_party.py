@@ -52,7 +52,7 @@ def test_without_timm():
         import sys
         sys.modules["timm"] = None
         import ecoformer.models.text
-        print(ecoformer.models.text.lra_text(length=8).classes)
+        print(ecoformer.models.text.TextEncoder(length=8).classes)
         try:
             import ecoformer.models.pvt_v2
         except ModuleNotFoundError as error:

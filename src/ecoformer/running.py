@@ -61,27 +61,12 @@ NOT_TAKEN = (RuntimeError, ValueError, TypeError, AssertionError, IndexError, At
 
 
 def not_taken(model: nn.Module, example: Any, error: BaseException) -> ValueError:
-    """One line about an input that a model cannot take, with the remedy where it is known."""
-    what = f"{type(model).__name__} cannot take an input of {_described(example)}: {one_line(error, 200)}"
-    return ValueError(what + _remedy(model, example, str(error)))
-
-
-def _remedy(model: nn.Module, example: Any, problem: str) -> str:
-    if isinstance(example, Mapping):
-        reads_mask = "meta tensors" in problem
-        return (
-            "; it reads the mask's values: leave the mask out, padding counts like tokens"
-            if reads_mask
-            else ""
-        )
-    reads = any(isinstance(module, nn.Embedding) for module in model.modules())
-    sees = any(isinstance(module, nn.Conv2d) for module in model.modules())
-    of_ids = isinstance(example, Tensor) and not example.is_floating_point()
-    if reads and not sees and not of_ids:
-        return "; texts are ids: torch.zeros(1, 128, dtype=torch.long), in a shell --tokens 128"
-    if sees and not reads and of_ids:
-        return "; images are numbers: (1, 3, 224, 224), in a shell --resolution 224"
-    return ""
+    """One line about an input that a model cannot take."""
+    return ValueError(
+        f"{type(model).__name__} cannot take an input of {_described(example)}: {one_line(error, 200)}; "
+        "images are floats (1, 3, 224, 224), in a shell --resolution 224; texts are ids "
+        "torch.zeros(1, 128, dtype=torch.long), in a shell --tokens 128, without a mask"
+    )
 
 
 def _described(example: Any) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ecoformer
-from ecoformer.models.text import lra_text
+from ecoformer.models.text import TextEncoder
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_a_mask_that_a_model_needs_is_given_to_it():
 @pytest.mark.parametrize(
     ("build", "given", "remedy"),
     [
-        (lambda: lra_text(length=16), (1, 3, 8, 8), "--tokens 128"),
+        (lambda: TextEncoder(length=16), (1, 3, 8, 8), "--tokens 128"),
         (lambda: nn.Sequential(nn.Conv2d(3, 4, 3)), torch.zeros(1, 9, dtype=torch.long), "--resolution 224"),
         (lambda: nn.Linear(4, 4), 224, "cannot take an input of 224: "),
     ],

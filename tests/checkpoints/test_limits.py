@@ -15,7 +15,7 @@ import torch
 import ecoformer
 from ecoformer import CheckpointError, load_official, storage
 from ecoformer.checkpoints import limits
-from ecoformer.models.text import TextEncoder, lra_text
+from ecoformer.models.text import TextEncoder
 
 pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -143,7 +143,7 @@ def test_folders_of_transformers(config, tmp_path):
 
 def test_what_is_built_elsewhere_meanwhile_does_not_count(tmp_path):
     """The limit holds for the loading thread alone, and is gone afterwards."""
-    path = ecoformer.save(lra_text(length=8, depth=1), tmp_path / "x")
+    path = ecoformer.save(TextEncoder(length=8, depth=1), tmp_path / "x")
     large = lambda: torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3000)))  # noqa: E731
     with limits.within(limits.Held(0, 0, 0), "x"):
         with ThreadPoolExecutor() as pool:

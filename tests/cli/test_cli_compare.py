@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import ecoformer
-from ecoformer.models.text import lra_text
+from ecoformer.models.text import TextEncoder
 
 timm = pytest.importorskip("timm")
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -33,7 +33,7 @@ def test_softmax_over_all_tokens_is_said_to_be_dearer_than_the_model(run):
 
 
 def test_small_models_are_counted_in_millions(run, tmp_path):
-    path = ecoformer.save(lra_text(length=64, dim=16, hidden=16), tmp_path / "small.safetensors")
+    path = ecoformer.save(TextEncoder(length=64, dim=16, hidden=16), tmp_path / "small.safetensors")
     out = run("cost", str(path), "--compare", "softmax,eco", "--tokens", "64")[1]
     assert "energy, pJ (10⁶)" in out
     assert " 0.00 " not in out

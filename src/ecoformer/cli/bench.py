@@ -137,9 +137,9 @@ def _model_and_inputs(
 
         about["resolution"] = size
     if name == "lra_text":
-        from ecoformer.models.text import lra_text
+        from ecoformer.models.text import TextEncoder
 
-        return lra_text(attention="softmax", length=tokens or 4096).eval(), about, inputs
+        return TextEncoder(attention="softmax", length=tokens or 4096).eval(), about, inputs
     model = open_model(name, image_size=about.get("resolution")).model
     try:
         with torch.no_grad(), eval_mode(model):

@@ -43,11 +43,6 @@ def augment(
         flip: mirror half of the pictures left to right.
         erase: probability that a rectangle of a 50th to a third of the picture becomes `mean`.
     """
-    _check_images(images)
-    if not 0 <= erase <= 1:
-        raise ValueError(f"erase must be a probability, from 0 to 1, got {erase}")
-    if not 0 <= pad < min(images.shape[-2:]):
-        raise ValueError(f"pad must be at least 0 and less than a side of {shape(images)}, got {pad}")
     if pad:
         images = _shifted(images, generator, pad)
     if flip:
@@ -59,15 +54,8 @@ def augment(
 
 def plain(images: Tensor, *, size: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """Bytes (B, C, H, W) for evaluation, as float (B, C, size, size): resized and normalised."""
-    _check_images(images)
-    if size < 1:
-        raise ValueError(f"size must be at least 1, got {size}")
-    channels = images.shape[1]
-    if len(mean) != channels or len(std) != channels or not all(s > 0 for s in std):
-        raise ValueError(
-            f"mean and std must have a number for each of {channels} channels, std above 0; "
-            f"got {list(mean)} and {list(std)}"
-        )
+    if images.dtype != torch.uint8 or images.ndim != 4:
+        raise ValueError(f"images must be uint8 (B, C, H, W), got {images.dtype} {shape(images)}")
     x = images.float()
     if images.shape[-2:] != (size, size):
         smaller = max(images.shape[-2:]) > size
@@ -75,11 +63,6 @@ def plain(images: Tensor, *, size: int, mean: Sequence[float], std: Sequence[flo
     scale = torch.tensor(std, device=x.device).view(-1, 1, 1)
     shift = torch.tensor(mean, device=x.device).view(-1, 1, 1)
     return (x / 255 - shift) / scale
-
-
-def _check_images(images: Tensor) -> None:
-    if images.dtype != torch.uint8 or images.ndim != 4:
-        raise ValueError(f"images must be uint8 (B, C, H, W), got {images.dtype} {shape(images)}")
 
 
 def _shifted(images: Tensor, generator: torch.Generator, pad: int) -> Tensor:

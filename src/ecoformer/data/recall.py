@@ -44,17 +44,11 @@ def recall(
         seed: of all draws.
     """
     sizes = {"pairs": pairs, "queries": queries, "keys": keys, "values": values}
-    for name, size in (sizes | {"count": count, "test_count": test_count}).items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
-    if pairs > keys:
-        raise ValueError(f"pairs={pairs} different keys need at least as many keys, got keys={keys}")
-    if queries > pairs:
-        raise ValueError(f"queries={queries} must be at most pairs={pairs}: no key is queried twice")
+    if not 1 <= queries <= pairs <= keys or min(values, count, test_count) < 1:
+        raise ValueError(f"queries={queries} <= pairs={pairs} <= keys={keys} and all others must be positive")
     vocabulary = 1 + keys + (keys * values if joined else values)
     if vocabulary > 2**15:
-        tokens = "keys + keys * values, as joined pairs need," if joined else "keys + values"
-        raise ValueError(f"{tokens} must be below {2**15}, got keys={keys} and values={values}")
+        raise ValueError(f"keys={keys} and values={values} make {vocabulary} token ids, at most {2**15} fit")
     generator = torch.Generator().manual_seed(seed)
     train, test = (_draw(n, **sizes, generator=generator) for n in (count, test_count))
     known = set(_lists(train, pairs))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,15 +13,7 @@ from ecoformer.data.splits import Splits, limited
 
 F = TypeVar("F", bound=Callable[..., Splits])
 
-
-@dataclass(frozen=True)
-class _Entry:
-    make: Callable[..., Splits]
-    layout: str | None
-    options: tuple[str, ...]
-
-
-_REGISTRY: dict[str, _Entry] = {}
+_REGISTRY: dict[str, tuple[Callable[..., Splits], str | None]] = {}
 
 
 def register_dataset(name: str, *, layout: str | None = None) -> Callable[[F], F]:
@@ -37,9 +28,7 @@ def register_dataset(name: str, *, layout: str | None = None) -> Callable[[F], F
     def register(make: F) -> F:
         if name in _REGISTRY:
             raise ValueError(f"a data set named {name!r} is already registered")
-        parameters = inspect.signature(make).parameters.values()
-        options = tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
-        _REGISTRY[name] = _Entry(make, layout, options)
+        _REGISTRY[name] = (make, layout)
         return make
 
     return register
@@ -62,19 +51,17 @@ def load(
         options: of the data set.
     """
     if name not in _REGISTRY:
-        close = difflib.get_close_matches(name, _REGISTRY, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(list_datasets())}"
-        raise ValueError(f"no data set is named {name!r}: {hint}")
-    entry = _REGISTRY[name]
-    unknown = sorted(options.keys() - set(entry.options))
-    if unknown:
-        known = ", ".join(sorted({*entry.options, "limit"}))
-        raise TypeError(f"{name} has no option {', '.join(unknown)}: it takes {known}")
+        raise ValueError(f"no data set is named {name!r}: there are {', '.join(list_datasets())}")
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
-    if limit is not None and "limit" in entry.options:
+    make, layout = _REGISTRY[name]
+    known = inspect.signature(make).parameters
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        raise TypeError(f"{name} has no option {', '.join(unknown)}: it takes {', '.join(known)}")
+    if "limit" in known:
         options["limit"] = limit
-    splits = entry.make(*_folder(name, entry.layout, root), **options)
+    splits = make(*_folder(name, layout, root), **options)
     if limit is not None:
         splits = replace(splits, train=limited(splits.train, limit), test=limited(splits.test, limit))
     return splits if splits.name else replace(splits, name=name)

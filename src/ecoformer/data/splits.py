@@ -89,8 +89,6 @@ class Images(Dataset[tuple["Image.Image", int]]):
         return len(self.labels)
 
     def __getitem__(self, i: int) -> tuple[Image.Image, int]:
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"there are {len(self)} pictures, got index {i}")
         span = None if self.spans is None else tuple(self.spans[i].tolist())
         try:
             return read_image(self.paths[i], span), int(self.labels[i])

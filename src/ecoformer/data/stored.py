@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ecoformer import storage
-from ecoformer.arguments import one_line
+from ecoformer.arguments import one_line, shape
 from ecoformer.data.registry import register_dataset
 from ecoformer.data.splits import MOST_CLASSES, Arrays, Splits
 
@@ -65,15 +65,9 @@ def _read(path: Path, part: str) -> tuple[Arrays, dict[str, Any], Any]:
     if not isinstance(facts, dict) or config.get("part") != part or tensors.keys() != {"inputs", "targets"}:
         raise storage.CheckpointError(f"{path} is not the {part} part that ecoformer.data.store writes")
     # What a model is built for must be in proportion to what the file holds.
-    sound = {name: type(value) for name, value in facts.items()} == _FACTS
+    inputs, targets = tensors["inputs"], tensors["targets"]
+    sound = {name: type(value) for name, value in facts.items()} == _FACTS and inputs.ndim and targets.ndim
     sound = sound and 1 <= facts["classes"] <= MOST_CLASSES and 0 <= facts["vocabulary"] <= _MOST_IDS
-    inputs = tensors["inputs"]
-    if (
-        not sound
-        or min(inputs.ndim, tensors["targets"].ndim) < 1
-        or facts["length"] not in (0, inputs.shape[-1])
-    ):
-        raise storage.CheckpointError(
-            f"{path} is damaged: inputs {tuple(inputs.shape)} do not go with {facts}"
-        )
-    return Arrays(**tensors), facts, config.get("call")
+    if not sound or facts["length"] not in (0, inputs.shape[-1]):
+        raise storage.CheckpointError(f"{path} is damaged: inputs {shape(inputs)} do not go with {facts}")
+    return Arrays(inputs, targets), facts, config.get("call")

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ecoformer.arguments import shape
 from ecoformer.attention import Attention, attention_class, create_attention
@@ -16,7 +15,7 @@ from ecoformer.checkpoints.hub import HubMixin
 from ecoformer.data.texts import PAD, byte_tokens
 from ecoformer.functional import sum_over_ranks
 
-__all__ = ["PAD", "TextEncoder", "TwoTowerEncoder", "byte_tokens", "lra_retrieval", "lra_text"]
+__all__ = ["PAD", "TextEncoder", "TwoTowerEncoder", "byte_tokens"]
 
 
 class Block(nn.Module):
@@ -101,7 +100,7 @@ class TextEncoder(HubMixin, SharesTokens, nn.Module):
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if pool not in ("mean", "none"):
             raise ValueError(f'pool must be "mean" or "none", got {pool!r}')
-        self.vocabulary, self.length, self.dim, self.hidden = vocabulary, length, dim, hidden
+        self.length, self.dim, self.hidden = length, dim, hidden
         self.pooling = pool
         cls = attention_class(attention)
         if not cls.supports_padding:
@@ -117,7 +116,6 @@ class TextEncoder(HubMixin, SharesTokens, nn.Module):
             Block(_attention(attention, dim, num_heads, config), hidden, dropout) for _ in range(depth)
         )
         self.norm = nn.LayerNorm(dim)
-        self.grad_checkpointing = False
         nn.init.trunc_normal_(self.embedding.weight, std=0.02)
         nn.init.trunc_normal_(self.positions, std=0.02)
         self.reset_classifier(classes)
@@ -160,10 +158,6 @@ class TextEncoder(HubMixin, SharesTokens, nn.Module):
         self.head = _head(self.dim, self.hidden, classes).to(self.positions)
         self.classes = classes
 
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute layers in the backward pass, to keep only their inputs in memory."""
-        self.grad_checkpointing = enable
-
     def extra_repr(self) -> str:
         """What `print(module)` shows."""
         pool = "" if self.pooling == "mean" else f", pool={self.pooling}"
@@ -171,7 +165,7 @@ class TextEncoder(HubMixin, SharesTokens, nn.Module):
 
     def _padding(self, name: str, tokens: Tensor, mask_name: str, mask: Tensor | None) -> Tensor:
         """Check both arguments; return the mask, or the one that `PAD` makes."""
-        _check_tokens(name, tokens, self.vocabulary, self.length)
+        _check_tokens(name, tokens, self.length)
         if mask is None:
             return tokens == PAD
         if mask.dtype != torch.bool or mask.shape != tokens.shape or mask.device != tokens.device:
@@ -196,10 +190,7 @@ class TextEncoder(HubMixin, SharesTokens, nn.Module):
         mask = mask[:, mine]
         x = self.embed(tokens[:, mine], mine.start)
         for block in self.blocks:
-            if self.grad_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, mask, use_reentrant=False)
-            else:
-                x = block(x, mask)
+            x = block(x, mask)
         features: Tensor = self.norm(x)
         return features
 
@@ -250,20 +241,6 @@ class TwoTowerEncoder(HubMixin, nn.Module):
         self.head = _head(4 * encoder.dim, encoder.hidden, classes).to(encoder.positions)
         self.classes = classes
 
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute layers in the backward pass, to keep only their inputs in memory."""
-        self.encoder.set_grad_checkpointing(enable)
-
-
-def lra_text(**kwargs: Any) -> TextEncoder:
-    """The Long Range Arena's byte-level text classifier; `kwargs` are those of `TextEncoder`."""
-    return TextEncoder(**kwargs)
-
-
-def lra_retrieval(**kwargs: Any) -> TwoTowerEncoder:
-    """The Long Range Arena's byte-level document matcher; `kwargs` are those of `TwoTowerEncoder`."""
-    return TwoTowerEncoder(**kwargs)
-
 
 def _attention(name: str, dim: int, num_heads: int, config: dict[str, Any]) -> Attention:
     attn = create_attention(name, dim, num_heads, **config)
@@ -288,7 +265,7 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
     return linear
 
 
-def _check_tokens(name: str, tokens: Tensor, vocabulary: int, length: int) -> None:
+def _check_tokens(name: str, tokens: Tensor, length: int) -> None:
     if not isinstance(tokens, Tensor):
         raise TypeError(
             f"{name} must be a tensor of token ids (B, N), got {type(tokens).__name__}: byte_tokens makes it"
@@ -304,20 +281,3 @@ def _check_tokens(name: str, tokens: Tensor, vocabulary: int, length: int) -> No
         raise ValueError(
             f"{name} {shape(tokens)} has more tokens than length={length}: truncate it, or raise length"
         )
-    if not _readable(tokens):
-        return
-    low, high = torch.stack(tokens.aminmax()).tolist()
-    if low < 0 or high >= vocabulary:
-        raise ValueError(
-            f"{name} {shape(tokens)} holds ids from {low} to {high}: they must be within 0 to "
-            f"{vocabulary - 1}, or build the model with a larger vocabulary"
-        )
-
-
-def _readable(tokens: Tensor) -> bool:
-    """Whether the values of the ids can be read here: not while a graph is captured or traced."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    if type(tokens) is not Tensor or tokens.is_meta or not tokens.numel():
-        return False
-    return not (tokens.is_cuda and torch.cuda.is_current_stream_capturing())
