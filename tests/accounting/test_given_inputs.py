@@ -34,7 +34,7 @@ def test_a_mask_that_hides_nothing_costs_nothing(bert, accounting, mechanism):
 def test_a_mask_that_models_look_at(bert):
     mask = torch.ones_like(IDS)
     mask[:, 7:] = 0
-    with pytest.raises(ValueError, match="padding counts like tokens") as caught:
+    with pytest.raises(ValueError, match="without a mask") as caught:
         ecoformer.cost(bert, {"input_ids": IDS, "attention_mask": mask})
     message = str(caught.value)
     assert "of {input_ids: (2, 12), attention_mask: (2, 12)}: " in message
