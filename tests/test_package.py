@@ -20,6 +20,7 @@ HEAVY = (
     "rich",
     "scipy",
     "sklearn",
+    "tensorboard",
     "timm",
 )
 HEAVY += ("torchvision", "transformers", "triton", "torch._dynamo", "torch._inductor")

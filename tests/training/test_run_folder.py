@@ -12,6 +12,7 @@ import pytest
 import torch
 from training_runs import PLAIN, child, contents, fail, in_step, recipe, status_of, stopped, whole
 
+from ecoformer.storage import CheckpointError
 from ecoformer.training import load_recipe, train
 from ecoformer.training.folder import RunFolder
 from ecoformer.training.run import load_splits
@@ -84,12 +85,16 @@ def test_nothing_is_written_through_links(name, halfway, tmp_path):
     assert mine.read_text() == content
 
 
-def test_no_folder_is_written_through_a_link(halfway, tmp_path):
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard"])
+def test_no_folder_is_written_through_a_link(name, halfway, tmp_path):
     other = tmp_path / "other"
-    halfway.checkpoints.rename(other)
-    halfway.checkpoints.symlink_to(other)
+    if name == "checkpoints":
+        halfway.checkpoints.rename(other)
+    else:
+        other.mkdir()
+    (halfway.path / name).symlink_to(other)
     before = contents(other)
-    with pytest.raises(OSError, match="checkpoints is a link"):
+    with pytest.raises(OSError, match=f"{name} is a link"):
         train(recipe(PLAIN, "keep=1", folder=tmp_path), halfway.path, resume=True, show=False)
     assert contents(other) == before
 
@@ -104,13 +109,16 @@ def rewrite(checkpoint, name, change):
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize("content", [b"not a pickle", {"random_state": 1}], ids=["noise", "odd"])
-def test_random_states_do_not_matter(content, halfway, plain, expected):
+@pytest.mark.parametrize("content", [b"not a pickle", {"step": 1}], ids=["noise", "incomplete"])
+def test_malformed_random_states_are_reported(content, halfway, plain):
     def change(file):
         file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
 
     rewrite(halfway.checkpoint(5), "random_states_0.pkl", change)
-    assert whole(plain, halfway.path, resume=True) == expected
+    before = contents(halfway.path)
+    with pytest.raises(CheckpointError, match=r"random_states_0\.pkl .*: remove .*step-000000005"):
+        train(plain, halfway.path, resume=True, show=False)
+    assert contents(halfway.path) == before
 
 
 def test_a_step_of_accumulation_in_a_file_is_not_believed(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import warnings
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from training_runs import (
     PICTURES,
     PLAIN,
     contents,
+    fail,
     in_child,
     in_step,
     outcome,
@@ -282,3 +284,19 @@ def test_other_data_are_not_trained_on(halfway, plain):
     fewer = type(splits)(splits.train.select(torch.arange(38)), splits.test, "tokens", 8, 17, 8)
     with pytest.raises(ValueError, match="was trained on 40 samples, but the data now have 38"):
         train(plain, halfway.path, resume=True, show=False, splits=fewer)
+
+
+def test_tensorboard_forgets_what_is_logged_again(tmp_path, monkeypatch):
+    chosen = recipe(PLAIN, "tensorboard=true", "save_every=100", "log_every=1", folder=tmp_path)
+
+    with monkeypatch.context() as patch:
+        in_step(patch, 6, fail)
+        stopped(chosen, tmp_path / "run")
+    train(chosen, tmp_path / "run", resume=True, show=False)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        events = EventAccumulator(str(tmp_path / "run/tensorboard"))
+        events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6, 7]

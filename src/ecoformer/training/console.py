@@ -1,4 +1,4 @@
-"""What users see of a run and how they stop it: progress and signals."""
+"""What users see of a run and how they stop it: progress, TensorBoard, signals."""
 
 from __future__ import annotations
 
@@ -7,38 +7,59 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress
+from rich.progress import MofNCompleteColumn, Progress, ProgressColumn, Task
+from rich.text import Text
 from typing_extensions import Self
 
 SAME_SIGNAL = 1.0
 """Seconds within which a second signal repeats the first: a terminal and torchrun both send it."""
 
 
-class Display:
-    """Progress on stderr: a bar on a terminal, and one line for each evaluation."""
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed:.1f} steps/s" if task.speed else "")
 
-    def __init__(self, *, show: bool = True) -> None:
-        self.show, self.console = show, Console(stderr=True)
+
+class Display:
+    """Progress on stderr: a bar on a terminal, one line for each evaluation; `board` is for TensorBoard."""
+
+    def __init__(self, *, show: bool = True, board: Path | None = None) -> None:
+        self.show, self.console, self._folder = show, Console(stderr=True), board
         self._describe: Callable[[str], None] = lambda text: None
+        self._board: Any = None
         self._loss = ""
 
     @contextmanager
     def training(self, total: int, done: int) -> Iterator[Callable[[], None]]:
-        """Show a bar; call the function that is given once a step."""
+        """Show a bar; call the function that is given once a step.
+
+        TensorBoard drops what an interrupted run logged after step `done`.
+        """
         hidden = not (self.show and self.console.is_terminal)
-        columns = (*Progress.get_default_columns(), MofNCompleteColumn())
-        with Progress(*columns, console=self.console, transient=True, disable=hidden) as bar:
-            task = bar.add_task("training", total=total, completed=done)
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn(), _Rate())
+        with ExitStack() as stack:
+            if self._folder is not None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                writer: Any = SummaryWriter(str(self._folder), purge_step=done + 1)
+                self._board = stack.enter_context(closing(writer))
+            bar = Progress(*columns, console=self.console, transient=True, disable=hidden)
+            task = stack.enter_context(bar).add_task("training", total=total, completed=done)
             self._describe = lambda text: bar.update(task, description=text)
             yield lambda: bar.advance(task)
 
     def record(self, record: dict[str, Any]) -> None:
         """Show one record of the metrics."""
+        if self._board is not None:
+            for name, value in record.items():
+                if isinstance(value, float):
+                    self._board.add_scalar(f"{record['split']}/{name}", value, record["step"])
         if record["split"] == "train":
             self._loss = f"{record['loss']:.4f}"
             self._describe(f"training, loss {self._loss}")

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import random
 import secrets
 import shutil
 import socket
@@ -22,6 +23,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from ecoformer.arguments import one_line
 from ecoformer.files import TEMPORARY, append_text, replace_text, to_disk
 from ecoformer.storage import CheckpointError
 from ecoformer.training.recipe import Recipe, as_yaml, differences, load_recipe
@@ -29,7 +34,7 @@ from ecoformer.training.recipe import Recipe, as_yaml, differences, load_recipe
 LOCK, MANIFEST, PROGRESS = ".lock", "manifest.json", "progress.safetensors"
 CHANGEABLE = {
     *("about", "data.root", "data.workers", "optimiser.lr", "optimiser.clip", "precision"),
-    *("split_tokens", "eval_batch", "save_every", "keep", "log_every"),
+    *("split_tokens", "eval_batch", "save_every", "keep", "log_every", "tensorboard"),
 }
 """Values that may change on resume: where data are, how work is shared, what helps against NaN."""
 
@@ -45,6 +50,7 @@ class RunFolder:
         self.result_file = self.path / "result.json"
         self.changes_file = self.path / "changes.txt"
         self.checkpoints = self.path / "checkpoints"
+        self.tensorboard = self.path / "tensorboard"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -71,8 +77,9 @@ class RunFolder:
 
     def check(self, recipe: Recipe, *, resume: bool) -> list[str]:
         """Raise unless the recipe can start or resume in this folder; return what it changes."""
-        if self.checkpoints.is_symlink():
-            raise OSError(f"{self.checkpoints} is a link: a run writes no files through links, remove it")
+        for folder in (self.checkpoints, self.tensorboard):
+            if folder.is_symlink():
+                raise OSError(f"{folder} is a link: a run writes no files through links, remove it")
         if not self.recipe_file.exists():
             return []
         if not resume:
@@ -216,3 +223,19 @@ def _checksum(file: Path) -> str:
         while block := stream.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def check_random_states(file: Path) -> None:
+    """Raise for a file that Accelerate would ignore."""
+    from accelerate.utils import load
+
+    try:
+        states = load(file)
+        random.setstate(states["random_state"])
+        np.random.set_state(states["numpy_random_seed"])  # noqa: NPY002  the state that Accelerate keeps
+        torch.set_rng_state(states["torch_manual_seed"])
+    except Exception as error:  # a malformed pickle fails in many ways
+        raise CheckpointError(
+            f"{file} holds no random states ({one_line(error, 100)}): remove {file.parent} to resume from an "
+            "older checkpoint"
+        ) from error

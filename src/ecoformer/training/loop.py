@@ -32,7 +32,7 @@ from ecoformer.training.batches import (
     seed_of,
 )
 from ecoformer.training.console import Display, Interrupts
-from ecoformer.training.folder import PROGRESS, RunFolder
+from ecoformer.training.folder import PROGRESS, RunFolder, check_random_states
 from ecoformer.training.model import (
     build_model,
     build_optimizer,
@@ -377,7 +377,9 @@ class Trainer:
                 f"{self.progress.samples}: resume with the data it began with"
             )
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        self.accelerator.load_state(str(path))  # every step seeds itself, so random states do not matter
+        if rank < len(losses):
+            check_random_states(path / f"random_states_{rank}.pkl")
+        self.accelerator.load_state(str(path))
         self.accelerator.step = 0  # checkpoints hold no half-accumulated gradient, whatever the file claims
         self.progress = progress
         mine = losses[rank] if len(losses) == ranks else losses.mean(dim=0)

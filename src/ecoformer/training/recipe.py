@@ -158,6 +158,7 @@ class Recipe(Section):
     keep: Positive = 2
     """Number of checkpoints to keep."""
     log_every: Positive = 50
+    tensorboard: bool = False
 
     @model_validator(mode="after")
     def _one_mask_rate(self) -> Self:

@@ -67,7 +67,8 @@ def train(
         return finished
     with folder.locked() if first else nullcontext():
         splits = load_splits(recipe) if splits is None else splits
-        display = Display(show=show and first)
+        board = folder.tensorboard if recipe.tensorboard and first else None
+        display = Display(show=show and first, board=board)
         trainer = Trainer(recipe, splits, folder, resume=resume, device=device, display=display)
         with _how_to_continue(folder):
             measured = trainer.run()
