@@ -8,6 +8,7 @@ from ecoformer.attention.eco import (
     HashedAttention,
     KlshEcoAttention,
     LshEcoAttention,
+    SharpEcoAttention,
 )
 from ecoformer.attention.linformer import LinformerAttention
 from ecoformer.attention.performer import FpEcoAttention, PerformerAttention
@@ -32,6 +33,7 @@ __all__ = [
     "LshEcoAttention",
     "PerformerAttention",
     "ReformerAttention",
+    "SharpEcoAttention",
     "SoftmaxAttention",
     "attention_class",
     "create_attention",

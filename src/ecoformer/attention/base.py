@@ -153,7 +153,7 @@ class Attention(Described, SharesTokens, nn.Module):
         """
         self._check(x, key_padding_mask, is_causal)
         q, k, v = self._project(x)
-        out = self.attend(q, k, v, key_padding_mask, is_causal)
+        out = self.attend(q, k, v, key_padding_mask, is_causal, **self._token_terms(x))
         out = out.transpose(1, 2).flatten(2)
         if self.local is not None:
             out = out + self.local(v.transpose(1, 2).flatten(2), key_padding_mask, is_causal, grid, prefix)
@@ -167,8 +167,12 @@ class Attention(Described, SharesTokens, nn.Module):
         q, k, v = (self._heads(part) for part in self.qkv(x).chunk(3, dim=-1))
         return q, k, v
 
+    def _token_terms(self, x: Tensor) -> dict[str, Tensor]:
+        """What `attend` takes besides queries, keys and values, by name."""
+        return {}
+
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], self.num_heads, self.head_dim).transpose(1, 2)
+        return x.view(*x.shape[:-1], self.num_heads, x.shape[-1] // self.num_heads).transpose(1, 2)
 
     def _check(self, x: Tensor, key_padding_mask: Tensor | None, is_causal: bool) -> None:
         if x.ndim != 3 or x.shape[-1] != self.dim:

@@ -4,77 +4,193 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
 
 from ecoformer.affinity import Affinity, Bias
 from ecoformer.attention.base import Attention, head_dim_of
 from ecoformer.attention.registry import register_attention
+from ecoformer.attention.weights import Projections
 from ecoformer.backends.hashing import Surrogate
 from ecoformer.functional import eco_attention
 from ecoformer.hashing import Hasher, KernelHasher, KlshHasher, LshHasher, SignHasher
 from ecoformer.operations import Counts, Operations, Product, mac
+from ecoformer.randomness import seeded
+
+LARGEST_EXPONENT = 12
+_SMALLEST = 2.0**-20
+"""Of a learned beta or weight."""
+
+
+class LearnedAffinity(nn.Module):
+    """Groups of bits whose beta and weight are learned, one of each for every head and group.
+
+    The parameters are unbounded: beta is the sigmoid of one, the weights of a head are the softmax of the
+    other. They start at beta = 1/2 and equal weights.
+    """
+
+    def __init__(self, num_heads: int, groups: int) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.zeros(num_heads, groups))
+        self.weight = nn.Parameter(torch.zeros(num_heads, groups))
+
+    def forward(self) -> Affinity:
+        """The affinity as it is now."""
+        beta, weight = torch.sigmoid(self.beta.float()), torch.softmax(self.weight.float(), dim=-1)
+        return Affinity(beta.shape[1], beta.clamp_min(_SMALLEST), weight.clamp_min(_SMALLEST))
+
+
+class KeyWeights(nn.Linear):
+    """How much each key counts, a power of two for every head: a shift in hardware.
+
+    A linear map of the token gives the exponent, rounded, between -12 and 12. It starts at 0: all keys count
+    1. The gradient passes the rounding as if it were not there.
+    """
+
+    def reset_parameters(self) -> None:
+        """All exponents zero."""
+        nn.init.zeros_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens (B, N, dim) to weights (B, H, N) in fp32."""
+        exponent = super().forward(x).float().clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+        rounded = exponent + (exponent.round() - exponent).detach()
+        return torch.exp2(rounded).transpose(1, 2)
 
 
 class HashedAttention(Attention):
-    """Queries and keys share one projection; a hasher turns it into codes; codes attend to values.
+    """Queries and keys become codes, by one projection and one hasher; codes attend to values.
 
     Args:
         dim: channels of a token.
         num_heads: heads, each with hash functions of its own.
-        hasher: tokens to codes, for `num_heads` heads of dim / num_heads channels.
+        hasher: codes of the projected tokens, for `num_heads` heads.
         bias: "paper", "tight" or "official", see `hash_attention`.
+        groups: cut codes into groups of bits with a learned affinity, see `Affinity` and `LearnedAffinity`.
+        separate: project queries and keys separately, so they have different codes.
+        key_weights: learn how much each key counts, see `KeyWeights`.
         kwargs: `qkv_bias`, `proj_drop`, `local`, as every mechanism takes them.
     """
 
     shared_qk = True
-    own = ("local", "hasher")
+    own = ("local", "hasher", "affinity", "key_weights")
 
     def __init__(
-        self, dim: int, num_heads: int, hasher: Hasher, *, bias: Bias = "paper", **kwargs: Any
+        self,
+        dim: int,
+        num_heads: int,
+        hasher: Hasher,
+        *,
+        bias: Bias = "paper",
+        groups: int | None = None,
+        separate: bool = False,
+        key_weights: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
-        Affinity.of(bias, hasher.bits)
-        if (hasher.num_heads, hasher.head_dim) != (self.num_heads, self.head_dim):
-            raise ValueError(
-                f"hasher is for {hasher.num_heads} heads of {hasher.head_dim} channels, "
-                f"but dim={dim} and num_heads={num_heads} make {self.num_heads} of {self.head_dim}"
-            )
+        width = num_heads * hasher.head_dim * (2 if separate else 1)
+        has_bias = self.qk.bias is not None
+        if width != dim:
+            self.qk = nn.Linear(dim, width, bias=has_bias)
+        fixed = Affinity.of(bias, hasher.bits)
+        if hasher.num_heads != num_heads:
+            raise ValueError(f"hasher is for {hasher.num_heads} heads, but num_heads={num_heads}")
+        if groups is not None:
+            if bias != "paper":
+                raise ValueError(f"bias={bias!r} and groups={groups} exclude each other: leave one out")
+            Affinity(groups).size(hasher.bits)
+        if key_weights and fixed.own_value:
+            raise ValueError('key_weights has no place in the released code\'s form: leave out bias="official"')
         self.bias: Bias = bias
+        self.groups, self.separate = groups, separate
         self.hasher = hasher
+        self.affinity = None if groups is None else LearnedAffinity(num_heads, groups)
+        self.key_weights = KeyWeights(dim, num_heads, bias=has_bias) if key_weights else None
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, is_causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        key_weight: Tensor | None = None,
     ) -> Tensor:
-        """Hash the shared queries and keys once and attend, in one operator where that can be."""
+        """Hash queries and keys and attend, in one operator where that can be."""
         return eco_attention(
             q,
             v,
             self.hasher,
+            k=k,
             key_padding_mask=key_padding_mask,
+            key_weight=key_weight,
             is_causal=is_causal,
             bias=self.bias,
+            affinity=None if self.affinity is None else self.affinity(),
             group=self.token_group,
         )
 
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        v = self._heads(self.v(x))
+        projected = self.qk(x)
+        if not self.separate:
+            q = self._heads(projected)
+            return q, q, v
+        q, k = (self._heads(part) for part in projected.chunk(2, dim=-1))
+        return q, k, v
+
+    def _token_terms(self, x: Tensor) -> dict[str, Tensor]:
+        return {} if self.key_weights is None else {"key_weight": self.key_weights(x)}
+
     def operations(self, batch: int, tokens: int) -> Operations | None:
-        """Hash functions, sums over keys, their read, and the division, as the paper counts them.
+        """Hash functions, sums over keys, their read, and the division.
 
         Codes only add. The denominator, the bias and the division multiply.
         """
         hashing = self.hasher.operations(batch, tokens)
         if hashing is None:
             return None
-        groups, bits, channels = batch * self.num_heads, self.hasher.bits, self.head_dim
+        hashing = hashing * (2 if self.separate else 1)
+        heads, channels = batch * self.num_heads, self.head_dim
+        weighting: Operations = []
+        if self.key_weights is not None:
+            weighting = [Counts(shift=channels) * (heads * tokens)]
+        if self.groups is not None:
+            return [*hashing, *weighting, *self._grouped_operations(heads, tokens)]
+        bits = self.hasher.bits
         sums: Operations = [
-            Product(bits, tokens, channels, groups, left="code"),
-            Counts(add=bits + channels) * (groups * tokens),
+            Product(bits, tokens, channels, heads, left="code"),
+            Counts(add=bits + channels) * (heads * tokens),
         ]
         read: Operations = [
-            Product(tokens, bits, channels, groups, left="code"),
-            Product(tokens, bits, 1, groups, left="code", term=mac()),
-            Counts(mul=1 + channels) * (groups * tokens),
+            Product(tokens, bits, channels, heads, left="code"),
+            Product(tokens, bits, 1, heads, left="code", term=mac()),
+            Counts(mul=1 + channels) * (heads * tokens),
         ]
-        return [*hashing, *sums, *read]
+        return [*hashing, *weighting, *sums, *read]
+
+    def _grouped_operations(self, heads: int, tokens: int) -> Operations:
+        """A token adds itself and its value to one bucket of every group, and reads one row of every table.
+
+        An array without tables multiplies by all features instead, most of which are zero: these products
+        carry no counts of their own. Mixing the buckets takes s steps over the 2^s values of a group.
+        """
+        groups = self.groups or 1
+        size, columns = self.hasher.bits // groups, self.head_dim + 1
+        values = 1 << size
+        token = Counts(add=groups * columns)
+        mixing = (mac(size) + Counts(mul=1)) * (groups * values * columns * heads)
+        return [
+            Product(groups * values, tokens, columns, heads, left="code", term=Counts()),
+            token * (heads * tokens),
+            Product(values, values, columns, heads * groups, term=Counts()),
+            mixing,
+            Product(tokens, groups * values, columns, heads, left="code", term=Counts()),
+            (token + Counts(mul=columns)) * (heads * tokens),
+        ]
 
     def split_problem(self) -> str | None:
         """Why tokens cannot be split over ranks: only `sigma="input"` needs all of them."""
@@ -174,3 +290,65 @@ class BiEcoAttention(HashedAttention):
             num_heads, head_dim_of(dim, num_heads), bits, features=features, seed=seed, surrogate=surrogate
         )
         super().__init__(dim, num_heads, hasher, bias=bias, **kwargs)
+
+
+@register_attention("sharp_eco")
+class SharpEcoAttention(HashedAttention):
+    """Hashed attention that can single out a token: groups of bits, and codes straight from the input.
+
+    One linear map makes the projections whose signs are the codes of queries and keys. There are no support
+    samples and nothing is fitted: everything is learned by the gradient. Bits of a group count together, by a
+    learned affinity, and every key has a learned weight, a power of two.
+
+    Args:
+        dim: channels of a token.
+        num_heads: heads.
+        bits: bits of a code; more bits are sharper.
+        groups: groups that a code is cut into, of at most 8 bits each; default: groups of 4 bits.
+        separate: whether queries and keys have different codes.
+        key_weights: whether keys have weights.
+        kwargs: `qkv_bias`, `proj_drop`, `local`, as every mechanism takes them.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        bits: int = 16,
+        groups: int | None = None,
+        separate: bool = True,
+        key_weights: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        head_dim_of(dim, num_heads)
+        if groups is None:
+            if bits % 4:
+                raise ValueError(f"bits={bits} cannot be cut into groups of 4 bits: set groups")
+            groups = bits // 4
+        super().__init__(
+            dim,
+            num_heads,
+            SignHasher(num_heads, bits, surrogate="scaled"),
+            groups=groups,
+            separate=separate,
+            key_weights=key_weights,
+            **kwargs,
+        )
+
+    @classmethod
+    @torch.no_grad()
+    def from_projections(cls, source: Projections, *, seed: int | None = None, **kwargs: Any) -> Self:
+        """A layer whose codes say on which side of random hyperplanes the source's queries and keys lie."""
+        new = super().from_projections(source, **kwargs)
+        heads, bits, dim = new.num_heads, new.hasher.bits, source.dim
+        planes = torch.randn(heads, bits, new.head_dim, generator=seeded(seed)).to(source.v)
+        parts = [(source.q, source.q_bias), (source.k, source.k_bias)][: 2 if new.separate else 1]
+        weights = [planes @ weight.view(heads, new.head_dim, dim) for weight, _ in parts]
+        new.qk.weight.copy_(torch.cat(weights).view(-1, dim))
+        if new.qk.bias is not None:
+            zero = source.v.new_zeros(heads * new.head_dim)
+            biases = [zero if bias is None else bias for _, bias in parts]
+            rows = [planes @ bias.view(heads, new.head_dim, 1) for bias in biases]
+            new.qk.bias.copy_(torch.cat(rows).flatten())
+        return new

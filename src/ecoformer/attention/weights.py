@@ -155,7 +155,10 @@ def carry_over(source: Projections, target: Attention, *, freeze: bool = False) 
     if source.out is not None:
         parts[target.proj] = ("out",)
     if target.shared_qk:
-        parts |= {target.qk: ("q",), target.v: ("v",)}
+        parts[target.v] = ("v",)
+        sources = ("q", "k") if target.qk.out_features == 2 * target.dim else ("q",)
+        if target.qk.out_features == len(sources) * target.dim:
+            parts[target.qk] = sources
     else:
         parts[target.qkv] = ("q", "k", "v")
     for linear, names in parts.items():
