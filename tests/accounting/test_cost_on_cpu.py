@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import ecoformer
 from ecoformer.accounting import Ledger
 from ecoformer.accounting.cpu_kernels import code_counts, kernel_counts
+from ecoformer.accounting.energy import energy_table
 from ecoformer.attention import Attention, HashedAttention
 from ecoformer.hashing import KernelHasher
 from ecoformer.operations import Counts
@@ -54,7 +55,7 @@ def test_layers_are_their_formulas_and_nothing_else_changes(attention: str, loca
 
 
 def test_few_additions_where_the_paper_has_32_per_channel() -> None:
-    counts = code_counts(ecoformer.EcoAttention(32, 1).hasher, 1, 3136)
+    counts = code_counts(ecoformer.EcoAttention(32, 1), 1, 3136)
     assert 3 < counts.add / (3136 * 32) < 4
     assert counts.lookup == 4 * 3136 * 32
 
@@ -81,6 +82,22 @@ class _Own(ecoformer.EcoAttention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         return super().attend(q, k, v, mask, is_causal) * 2
+
+
+def test_counts_of_groups_of_bits() -> None:
+    layer = ecoformer.create_attention("sharp_eco", 32, 1)
+    tokens, wide = 100, 33  # the values' 32 channels and their weight, in rows of 32 + 1
+    signs = Counts(compare=2 * 2 * 16) * tokens
+    written = Counts(lookup=4 * 32, add=4 * wide, mul=32) * tokens
+    fold = Counts(add=4 * 16 * wide)
+    mixed = (Counts(mul=16 * wide) + Counts(mul=4 * 16 * wide, add=4 * 16 * wide)) * 4
+    copied = Counts(mul=4 * 16 * 32)
+    read = Counts(lookup=4 * 32, add=4 * wide, mul=32) * tokens
+    moved = Counts(bytes=4 * tokens * (16 + 16 + 32 + 32 + 1))
+    assert kernel_counts(layer, 1, tokens) == signs + written + fold + mixed + copied + read + moved
+    eco = ecoformer.EcoAttention(32, 1)
+    energy = energy_table("fp32-45nm").energy_pj
+    assert energy(kernel_counts(layer, 1, 3136)) < energy(kernel_counts(eco, 1, 3136)) / 4
 
 
 def _hooked() -> Attention:

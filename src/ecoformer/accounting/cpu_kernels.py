@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ecoformer.attention import HashedAttention
 from ecoformer.backends.cpu.problem import STRETCH, digit_of, digits, padded
 from ecoformer.backends.fused import empty_out
-from ecoformer.hashing import Hasher, KernelHasher, LshHasher
+from ecoformer.hashing import Hasher, KernelHasher, LshHasher, SignHasher
 from ecoformer.hashing.kernel import MAX_BITS
 from ecoformer.operations import Counts, mac
 
@@ -57,6 +57,7 @@ class CpuKernels:
         v: Tensor,
         key_padding_mask: Tensor | None,
         is_causal: bool,
+        key_weight: Tensor | None = None,
     ) -> Tensor:
         if why is None and is_causal:
             why = "causal order has no formula"
@@ -65,7 +66,7 @@ class CpuKernels:
         if why is not None or not q.numel():
             if why is not None:
                 self.refused[name] = why
-            return type(layer).attend(layer, q, k, v, key_padding_mask, is_causal)
+            return type(layer).attend(layer, q, k, v, key_padding_mask, is_causal, key_weight)
         dtype, q, v = v.dtype, q.float(), v.float()
         flags = 0 if key_padding_mask is None else key_padding_mask.numel()
         count(kernel_counts(layer, q.shape[0], q.shape[-2]) + Counts(bytes=flags))
@@ -92,7 +93,8 @@ def refusal(layer: HashedAttention) -> str | None:
         return f"{type(layer).__name__} overrides attend"
     if layer.bias == "official":
         return 'bias="official"'
-    if not isinstance(hasher, (KernelHasher, LshHasher)):
+    channels = isinstance(hasher, SignHasher) and hasher.features == "channels"
+    if not channels and not isinstance(hasher, (KernelHasher, LshHasher)):
         return f"the kernels do not support {type(hasher).__name__}"
     if not hasher.token_wise:
         return 'sigma="input"'
@@ -105,13 +107,20 @@ def refusal(layer: HashedAttention) -> str | None:
 
 def kernel_counts(layer: HashedAttention, batch: int, tokens: int) -> Counts:
     """From tokens of the heads to the output."""
-    hasher, rows = layer.hasher, batch * layer.num_heads * tokens
-    dim = layer.head_dim
-    samples = hasher.support if isinstance(hasher, KernelHasher) else 0
-    functions = samples * (dim + 1 + hasher.bits) + 1 if samples else dim * hasher.bits
-    moved = Counts(bytes=4 * (3 * rows * dim + layer.num_heads * functions))
-    hashing = hashing_counts(hasher, batch, tokens)
-    return hashing + code_counts(hasher, batch, tokens) + moved
+    hasher, rows, codes = layer.hasher, batch * layer.num_heads * tokens, 2 if layer.separate else 1
+    numbers = rows * (codes * hasher.head_dim + 2 * layer.head_dim) + layer.num_heads * function_size(hasher)
+    weighting = Counts()
+    if layer.key_weights is not None:
+        numbers, weighting = numbers + rows, Counts(mul=layer.head_dim) * rows
+    counts = hashing_counts(hasher, batch, tokens) * codes + weighting + Counts(bytes=4 * numbers)
+    return counts + code_counts(layer, batch, tokens)
+
+
+def function_size(hasher: Hasher) -> int:
+    """Numbers of a head's hash functions."""
+    if isinstance(hasher, KernelHasher):
+        return hasher.support * (hasher.head_dim + 1 + hasher.bits) + 1
+    return hasher.head_dim * hasher.bits if isinstance(hasher, LshHasher) else 0
 
 
 def hashing_counts(hasher: Hasher, batch: int, tokens: int) -> Counts:
@@ -121,6 +130,8 @@ def hashing_counts(hasher: Hasher, batch: int, tokens: int) -> Counts:
     wide_m, wide_b = padded(samples), padded(hasher.bits)
     length = Counts(mul=dim, add=dim + 16)
     signs = Counts(compare=2 * wide_b)
+    if isinstance(hasher, SignHasher):
+        return signs * rows
     if not samples:
         return (length + mac(dim * wide_b) + signs) * rows
     root = Counts(exp=1, mul=1)
@@ -130,20 +141,38 @@ def hashing_counts(hasher: Hasher, batch: int, tokens: int) -> Counts:
     return token * rows + once * hasher.num_heads
 
 
-def code_counts(hasher: Hasher, batch: int, tokens: int) -> Counts:
+def code_counts(layer: HashedAttention, batch: int, tokens: int) -> Counts:
     """Buckets of values, their folding, tables of sums, the read and the division."""
-    dim, bits, heads = hasher.head_dim, hasher.bits, batch * hasher.num_heads
-    digit, wide = digit_of(bits, dim, tokens), padded(dim)
+    dim, bits, heads = layer.head_dim, layer.hasher.bits, batch * layer.num_heads
+    group = bits // layer.groups if layer.groups else 0
+    digit = digit_of(bits, dim, tokens, group or 1)
     number, widths = digits(bits, digit), [min(digit, bits - start) for start in range(0, bits, digit)]
+    fold, table = _group_tables(widths, group, padded(dim)) if group else _bit_tables(widths, padded(dim))
 
     bucket = Counts(lookup=dim, add=dim + 1) * number
-    fold = Counts(add=wide + 1) + Counts(add=3 * wide + 3) * sum((1 << width) - 1 for width in widths)
+    added = 1 if number == 2 else number
+    read = Counts(lookup=dim) * number + Counts(add=dim + 1) * added + Counts(mul=dim)
+    return (bucket + read) * (heads * tokens) + fold * (heads * -(-tokens // STRETCH)) + table * heads
 
+
+def _bit_tables(widths: list[int], wide: int) -> tuple[Counts, Counts]:
+    """Buckets to the sums of single bits, and these to tables."""
+    fold = Counts(add=wide + 1) + Counts(add=3 * wide + 3) * sum((1 << width) - 1 for width in widths)
     table = Counts(mul=1) + mac(wide << widths[0])
     for width in widths:
         first = (mac(wide) + Counts(add=1)) * width
         table += first + (mac(wide) + mac(1)) * ((1 << width) - 1)
+    return fold, table
 
-    added = 1 if number == 2 else number
-    read = Counts(lookup=dim) * number + Counts(add=dim + 1) * added + Counts(mul=dim)
-    return (bucket + read) * (heads * tokens) + fold * (heads * -(-tokens // STRETCH)) + table * heads
+
+def _group_tables(widths: list[int], group: int, wide: int) -> tuple[Counts, Counts]:
+    """Buckets to the sums of each group's values; these mixed, and joined to tables."""
+    row, values = Counts(add=wide + 1), 1 << group
+    fold = table = Counts()
+    for width in widths:
+        sizes = [1 << (i * group) for i in range(width // group)]  # rows that share a group's value
+        fold += row * sum((values if size == 1 else (2 * values - 1) * size) for size in sizes)
+        mix = Counts(mul=values * (wide + 1)) + mac(group * values * (wide + 1))
+        join = Counts(mul=values * wide) + (mac(wide) + Counts(add=1)) * (values * sum(sizes[1:]))
+        table += mix * len(sizes) + join
+    return fold, table

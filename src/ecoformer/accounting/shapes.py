@@ -121,7 +121,7 @@ def _takes(own: set[int], operator: str, args: Any) -> bool:
     return any(id(x) in own or (x._base is not None and id(x._base) in own) for x in tensors)
 
 
-def _values(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+def _values(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
     return v
 
 

@@ -51,6 +51,8 @@ class Attention(Described, SharesTokens, nn.Module):
     name: ClassVar[str]
     computed_by = "attend"
     shared_qk: ClassVar[bool] = False
+    projects_to_codes: ClassVar[bool] = False
+    """Whether the projection of queries and keys makes codes, so there are no queries and keys to copy."""
     supports_causal: ClassVar[bool] = True
     supports_padding: ClassVar[bool] = True
     has_weights: ClassVar[bool] = False

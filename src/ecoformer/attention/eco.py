@@ -103,7 +103,7 @@ class HashedAttention(Attention):
                 raise ValueError(f"bias={bias!r} and groups={groups} exclude each other: leave one out")
             Affinity(groups).size(hasher.bits)
         if key_weights and fixed.own_value:
-            raise ValueError('key_weights has no place in the released code\'s form: leave out bias="official"')
+            raise ValueError('bias="official" is the released code\'s form, which has no key_weights')
         self.bias: Bias = bias
         self.groups, self.separate = groups, separate
         self.hasher = hasher
@@ -309,6 +309,8 @@ class SharpEcoAttention(HashedAttention):
         key_weights: whether keys have weights.
         kwargs: `qkv_bias`, `proj_drop`, `local`, as every mechanism takes them.
     """
+
+    projects_to_codes = True
 
     def __init__(
         self,

@@ -89,6 +89,9 @@ def projections_of(layer: nn.Module) -> Projections:
     """
     if isinstance(layer, nn.MultiheadAttention):
         return _of_multihead(layer)
+    if getattr(layer, "projects_to_codes", False):
+        kind = type(layer).__name__
+        raise ValueError(f"{kind} holds no queries and keys, only codes: convert the original model")
     heads, proj = getattr(layer, "num_heads", None), getattr(layer, "proj", None)
     out = proj if isinstance(proj, nn.Linear) else None
     dropouts = {name: dropout_of(layer, name) for name in ("attn_drop", "proj_drop")}
@@ -104,7 +107,13 @@ def projections_of(layer: nn.Module) -> Projections:
             source.check(type(layer).__name__)
             return source
         if isinstance(qk, nn.Linear) and isinstance(v, nn.Linear):
-            source = Projections.of_linears(heads, qk, qk, v, out, **dropouts)
+            if getattr(layer, "separate", False):
+                q, k = qk.weight.chunk(2)
+                q_bias, k_bias = (None, None) if qk.bias is None else qk.bias.chunk(2)
+                source = Projections.of_linears(heads, qk, qk, v, out, **dropouts)
+                source = source._replace(q=q, k=k, q_bias=q_bias, k_bias=k_bias)
+            else:
+                source = Projections.of_linears(heads, qk, qk, v, out, **dropouts)
             source.check(type(layer).__name__)
             return source
     raise TypeError(
@@ -156,9 +165,8 @@ def carry_over(source: Projections, target: Attention, *, freeze: bool = False) 
         parts[target.proj] = ("out",)
     if target.shared_qk:
         parts[target.v] = ("v",)
-        sources = ("q", "k") if target.qk.out_features == 2 * target.dim else ("q",)
-        if target.qk.out_features == len(sources) * target.dim:
-            parts[target.qk] = sources
+        if not target.projects_to_codes:
+            parts[target.qk] = ("q", "k") if target.qk.out_features == 2 * target.dim else ("q",)
     else:
         parts[target.qkv] = ("q", "k", "v")
     for linear, names in parts.items():

@@ -93,10 +93,12 @@ def _is_inside(inner: Found, outer: Found) -> bool:
 
 
 def _examine(name: str, module: nn.Module) -> Found | None:
-    if isinstance(module, Adapter):
-        return Found(name, module, module.rule, projections_of(module.attention))
-    if isinstance(module, Attention):
-        return Found(name, module, source=projections_of(module))
+    if isinstance(module, (Adapter, Attention)):
+        rule, ours = (module.rule, module.attention) if isinstance(module, Adapter) else (None, module)
+        try:
+            return Found(name, module, rule, projections_of(ours))
+        except ValueError as error:
+            return Found(name, module, rule, refusal=str(error))
     rule = rule_for(module)
     if rule is not None:
         source = _read(module, rule)

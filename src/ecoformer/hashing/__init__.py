@@ -1,7 +1,7 @@
 """Hashers: tokens to short binary codes, and how they learn."""
 
 from ecoformer.hashing.base import Hasher, UnfittedHasherError
-from ecoformer.hashing.fitting import RefitHashers, fit_hashers, fitting, hashers_of
+from ecoformer.hashing.fitting import RefitHashers, SoftStart, fit_hashers, fitting, hashers_of
 from ecoformer.hashing.kernel import KernelHasher, KlshHasher
 from ecoformer.hashing.quality import HashQuality
 from ecoformer.hashing.simple import LshHasher, SignHasher
@@ -16,6 +16,7 @@ __all__ = [
     "LshHasher",
     "RefitHashers",
     "SignHasher",
+    "SoftStart",
     "UnfittedHasherError",
     "fit_hashers",
     "fitting",

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from ecoformer.arguments import shape
 from ecoformer.backends.eager import full_precision
-from ecoformer.backends.hashing import Functions, Surrogate, check_surrogate, sign_ste
+from ecoformer.backends.hashing import Functions, Surrogate, check_surrogate, scaled, sign_ste
 from ecoformer.hashing.quality import HashQuality, hash_quality
 from ecoformer.hashing.solver import FitOptions
 from ecoformer.operations import Described
@@ -43,6 +43,9 @@ class Hasher(Described, nn.Module):
     computed_by = "project"
     learns: ClassVar[bool] = True
     fitted: Tensor
+    temperature: Tensor
+    soft = False
+    """Whether codes are tanh(`scaled(y)` / temperature) in training, not signs; see `SoftStart`."""
 
     def __init__(
         self,
@@ -65,6 +68,7 @@ class Hasher(Described, nn.Module):
         self.num_heads, self.head_dim, self.bits = num_heads, head_dim, bits
         self.surrogate, self.sign_of_zero = surrogate, float(sign_of_zero)
         self.register_buffer("fitted", torch.tensor(False))
+        self.register_buffer("temperature", torch.ones(()), persistent=False)
         self._known_fitted = False
 
     def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
@@ -90,12 +94,17 @@ class Hasher(Described, nn.Module):
         return None
 
     def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Codes (B, H, N, b) of ±1 in the tokens' dtype; `key_padding_mask` (B, N) is True for padding."""
+        """Codes (B, H, N, b) of ±1 in the tokens' dtype; `key_padding_mask` (B, N) is True for padding.
+
+        In training, codes may be soft, see `SoftStart`.
+        """
         self._check(tokens, key_padding_mask)
         self._require_fitted()
         # Codes depend on the sign of small differences, which half precision would flip.
         with full_precision(tokens.device):
             y = self.project(_widened(tokens), None if key_padding_mask is None else ~key_padding_mask)
+            if self.soft and self.training:
+                return torch.tanh(scaled(y) / self.temperature).to(tokens.dtype)
             return sign_ste(y, self.surrogate, self.sign_of_zero).to(tokens.dtype)
 
     @torch.no_grad()
@@ -173,7 +182,7 @@ class Hasher(Described, nn.Module):
     def _is_plain(self, surrogate: Surrogate = "hardtanh") -> bool:
         """Whether `forward` does nothing but take the sign of `project`, with this surrogate gradient."""
         hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
-        if any(hooks) or _has_global_hooks() or "forward" in self.__dict__:
+        if any(hooks) or _has_global_hooks() or "forward" in self.__dict__ or (self.soft and self.training):
             return False
         if type(self).forward is not Hasher.forward or (self.surrogate, self.sign_of_zero) != (surrogate, 1):
             return False

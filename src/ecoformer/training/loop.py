@@ -19,7 +19,7 @@ from ecoformer.attention.splitting import split_tokens
 from ecoformer.checkpoints import save
 from ecoformer.data.splits import IGNORED, Arrays, Splits
 from ecoformer.files import replacing
-from ecoformer.hashing import fit_hashers, hashers_of
+from ecoformer.hashing import SoftStart, fit_hashers, hashers_of
 from ecoformer.storage import CheckpointError, load_into, read, write
 from ecoformer.training.batches import (
     Batch,
@@ -99,6 +99,8 @@ class Trainer:
         self.cost = costs(bare, recipe, splits)
         self.teacher = load_teacher(recipe, splits, self.task, self.device)
         self.average = make_average(bare, recipe, self.device)
+        share = recipe.hashing.soft_start
+        self.soft = SoftStart(bare, share * self.total) if share and hashers_of(bare) else None
         self.model, self.optimizer = self.accelerator.prepare(bare, build_optimizer(bare, recipe))
         self.generator = torch.Generator(self.device)
         self.progress = Progress(samples=len(splits.train))
@@ -176,6 +178,8 @@ class Trainer:
         recipe, step = self.recipe, self.progress.step
         self.model.train(recipe.mode == "train")
         self._set_rate()
+        if self.soft is not None:
+            self.soft.set(step)
         seed_everything(recipe.seed, self.accelerator.process_index, step)
         self.generator.manual_seed(seed_of(recipe.seed, self.rank, step, 1))
         batches = [self.task.training_batch(*part, self.generator) for part in parts]

@@ -107,11 +107,13 @@ class Augment(Section):
 
 
 class Hashing(Section):
-    """How hash functions are fitted during training."""
+    """How hash functions are fitted during training, and how codes start."""
 
     samples: Positive = 64
     refit_every: Count = 30
     """Epochs between fits, the paper's tau; 0 fits once, before the first step."""
+    soft_start: Share = 0.0
+    """Share of the steps in which codes are soft, see `SoftStart`."""
 
 
 class Teacher(Section):

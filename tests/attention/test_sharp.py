@@ -1,0 +1,196 @@
+"""sharp_eco: codes straight from the input, groups of bits, weights of keys, and codes that start soft."""
+
+import pytest
+import torch
+from torch import nn
+
+import ecoformer
+from ecoformer import HashAttentionState, SignHasher, SoftStart, create_attention, hashers_of, reference
+from ecoformer.attention import KlshEcoAttention, SharpEcoAttention, SoftmaxAttention
+from ecoformer.backends.hashing import scaled, sign_ste
+from ecoformer.models.text import TextEncoder
+
+DIM, HEADS, N = 24, 3, 13
+
+
+def layer(seed=0, **kwargs):
+    """A layer whose affinity and key weights are not those it starts with."""
+    torch.manual_seed(seed)
+    module = SharpEcoAttention(DIM, HEADS, **kwargs)
+    with torch.no_grad():
+        for parameter in (*module.affinity.parameters(), *(module.key_weights or nn.Module()).parameters()):
+            parameter.normal_()
+    return module.eval()
+
+
+def tokens(batch=2, n=N, seed=1):
+    return torch.randn(batch, n, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def parts(module, x):
+    """Projections of queries and keys, values (B, H, N, ...) and key weights, step by step."""
+    heads = lambda y: y.unflatten(-1, (HEADS, -1)).transpose(1, 2)  # noqa: E731
+    width = module.qk.out_features // (2 if module.separate else 1)
+    q, k = (heads(module.qk(x)[..., :width]), heads(module.qk(x)[..., -width:]))
+    if module.key_weights is None:
+        weight = torch.ones(len(x), HEADS, x.shape[1])
+    else:
+        exponent = nn.functional.linear(x, module.key_weights.weight, module.key_weights.bias)
+        weight = 2.0 ** exponent.clamp(-12, 12).round().transpose(1, 2)
+    return q, k, heads(module.v(x)), weight
+
+
+def by_reference(module, x, mask=None, is_causal=False):
+    q, k, v, weight = parts(module, x)
+    beta, omega = module.affinity.beta.sigmoid(), module.affinity.weight.softmax(dim=-1)
+    signs = (reference.sign(q), reference.sign(k))
+    padding = None if mask is None else mask[:, None].expand(weight.shape)
+    out = reference.grouped_attention(*signs, v, module.groups, beta, omega, padding, is_causal, weight)
+    return module.proj(out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"bits": 12, "groups": 2}, {"separate": False}, {"key_weights": False}, {"bits": 48}]
+)
+def test_is_the_reference(options, is_causal):
+    module, x = layer(**options), tokens()
+    mask = torch.arange(N) >= torch.tensor([13, 8])[:, None]
+    with torch.no_grad():
+        out = module(x, key_padding_mask=mask, is_causal=is_causal)
+        torch.testing.assert_close(out[~mask], by_reference(module, x, mask, is_causal)[~mask])
+
+
+def test_key_weights_are_powers_of_two():
+    module, x = layer(), 20 * tokens()
+    weight = module.key_weights(x)
+    mantissa, exponent = torch.frexp(weight)
+    assert (mantissa == 0.5).all()
+    assert (exponent.min(), exponent.max()) == (-11, 13)  # 2^-12 and 2^12
+    weight.log2().sum().backward()
+    assert module.key_weights.weight.grad.abs().sum() > 0
+
+
+def test_gradient_passes_where_projections_are_small():
+    y = torch.tensor([[0.5, -0.5, 3.0, -1.0]], requires_grad=True)
+    sign_ste(y, "scaled").sum().backward()
+    rms = y.detach().square().mean().sqrt()
+    torch.testing.assert_close(y.grad, torch.where(y.detach().abs() <= rms, 1 / rms, 0))
+    again = (1e3 * y.detach()).requires_grad_()
+    sign_ste(again, "scaled").sum().backward()
+    torch.testing.assert_close(again.grad, y.grad / 1e3)
+    zero = torch.zeros(1, 4, requires_grad=True)
+    sign_ste(zero, "scaled").sum().backward()
+    assert zero.grad.eq(1).all()
+
+
+def test_a_stream_is_causal_attention():
+    module, x = layer(), tokens()
+    with torch.no_grad():
+        q, k, v, weight = parts(module, x)
+        state = HashAttentionState(affinity=module.affinity())
+        hashed = module.hasher(q), module.hasher(k), v
+        read = [
+            state.update(*(y[:, :, t : t + 1] for y in hashed), key_weight=weight[..., t : t + 1])
+            for t in range(N)
+        ]
+        out = module.proj(torch.cat(read, dim=2).transpose(1, 2).flatten(2))
+        torch.testing.assert_close(out, module(x, is_causal=True))
+
+
+def test_every_ingredient_is_an_option_of_other_hashed_attention():
+    for name, options in (("eco", {"support": 5}), ("lsh_eco", {})):
+        module = create_attention(name, 24, 3, groups=4, separate=True, key_weights=True, **options)
+        assert module.qk.out_features == 48
+        hasher = module.hasher.fit(torch.randn(4, 3, 13, 8))
+        x = tokens()
+        q, k = (y.unflatten(-1, (3, 8)).transpose(1, 2) for y in module.qk(x).chunk(2, dim=-1))
+        v = module.v(x).unflatten(-1, (3, 8)).transpose(1, 2)
+        out = reference.grouped_attention(hasher(q), hasher(k), v, 4, 0.5, 0.25)
+        torch.testing.assert_close(module(x), module.proj(out.transpose(1, 2).flatten(2)))
+
+
+def test_conversion_keeps_queries_and_keys_apart():
+    torch.manual_seed(0)
+    source, x = SoftmaxAttention(DIM, HEADS), tokens()
+    module = SharpEcoAttention.from_softmax(source, seed=3)
+    q, k, v = (y.unflatten(-1, (HEADS, 8)).transpose(1, 2) for y in source.qkv(x).chunk(3, dim=-1))
+    planes = torch.randn(HEADS, 16, 8, generator=torch.Generator().manual_seed(3))
+    found = parts(module, x)
+    for expected, y in zip((q, k), found, strict=False):
+        torch.testing.assert_close(y, expected @ planes.mT)
+    torch.testing.assert_close(found[2], v)
+    assert torch.equal(module.proj.weight, source.proj.weight)
+    separate = KlshEcoAttention.from_softmax(source, separate=True)
+    assert torch.equal(separate.qk.weight, source.qkv.weight[: 2 * DIM])
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("bits=18 cannot be cut into groups of 4", {"bits": 18}),
+        ("groups=5 must divide codes of 16 bits", {"groups": 5}),
+        ("groups=1 must divide codes of 16 bits", {"groups": 1}),
+        ("bias='tight' and groups=4 exclude each other", {"bias": "tight"}),
+    ],
+)
+def test_mistakes(message, options):
+    with pytest.raises(ValueError, match=message):
+        SharpEcoAttention(DIM, HEADS, **options)
+
+
+def test_official_form_has_no_key_weights():
+    with pytest.raises(ValueError, match="key_weights"):
+        create_attention("lsh_eco", 16, 2, bias="official", key_weights=True)
+
+
+def encoder():
+    torch.manual_seed(0)
+    sizes = {"vocabulary": 9, "length": N, "dim": DIM, "num_heads": HEADS, "hidden": 16, "dropout": 0.0}
+    return TextEncoder(attention="sharp_eco", **sizes)
+
+
+def test_soft_start_ends_with_signs():
+    model, ids = encoder().train(), torch.randint(1, 9, (2, N))
+    hasher = next(iter(hashers_of(model).values()))
+    exact = model(ids)
+    soft = SoftStart(model, steps=4)
+    y = torch.randn(2, HEADS, 5, 16)
+    for step in range(4):
+        torch.testing.assert_close(hasher(y), torch.tanh(scaled(y) / (1 - step / 4)))
+        assert not torch.equal(model(ids), exact)
+        assert torch.equal(model.eval()(ids), exact)
+        model.train()
+        soft.step()
+    assert torch.equal(model(ids), exact)
+    resumed = SoftStart(encoder(), steps=4)
+    resumed.load_state_dict({"done": 2})
+    assert resumed.done == 2
+    assert "temperature" not in "".join(model.state_dict())
+
+
+def test_gradient_of_soft_codes():
+    hasher = SignHasher(2, 4, surrogate="scaled").double().train()
+    SoftStart(hasher, steps=4).step()
+    y = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(1, 2, 3, 4, dtype=torch.float64)
+    (found,) = torch.autograd.grad((hasher(y) * weight).sum(), y)
+    rms = y.detach().square().mean(dim=-1, keepdim=True).sqrt()
+    torch.testing.assert_close(found, weight / (torch.cosh(y / rms / 0.75) ** 2 * rms * 0.75))
+
+
+def test_soft_start_needs_hash_functions():
+    with pytest.raises(ValueError, match="holds no hasher"):
+        SoftStart(nn.Linear(2, 2), steps=3)
+    with pytest.raises(ValueError, match="steps must be at least 0"):
+        SoftStart(encoder(), steps=-1)
+
+
+def test_runs_without_fitting_and_cannot_be_converted_back():
+    torch.manual_seed(0)
+    sizes = {"vocabulary": 9, "length": N, "dim": DIM, "num_heads": HEADS, "hidden": 16}
+    model = TextEncoder(attention="softmax", **sizes)
+    ecoformer.convert(model, "sharp_eco", seed=1)
+    assert model(torch.randint(1, 9, (2, N))).isfinite().all()
+    with pytest.raises(ValueError, match="holds no queries and keys, only codes"):
+        ecoformer.convert(model, "softmax")
