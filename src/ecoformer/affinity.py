@@ -16,7 +16,7 @@ value reads. Every number in it is positive, so nothing cancels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -43,22 +43,22 @@ class Affinity:
         weight: what a group counts, positive: a number or a tensor (H, G).
         own_value: the released code's form, where the constant part of a query's numerator is its own value
             instead of the sum over all keys.
-
-    Values of tensors on a GPU are not checked, since that would wait for the GPU.
+        check: whether to check the values of tensors; on a GPU they never are, since that would wait for it.
     """
 
     groups: int
     beta: float | Tensor = 0.5
     weight: float | Tensor = 1.0
     own_value: bool = False
+    check: InitVar[bool] = True
     _prepared: dict[Any, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, check: bool) -> None:
         if not isinstance(self.groups, int) or self.groups < 1:
             raise ValueError(f"groups must be a whole number of at least 1, got {self.groups!r}")
         for name, value, top in (("beta", self.beta, 1.0), ("weight", self.weight, float("inf"))):
             if isinstance(value, Tensor):
-                _check_tensor(name, value, self.groups, top)
+                _check_tensor(name, value, self.groups, top, check)
             elif not 0 < value <= top:
                 raise ValueError(f"{name} must be {_range(top)}, got {value}")
 
@@ -161,11 +161,11 @@ class Affinity:
                 )
 
 
-def _check_tensor(name: str, value: Tensor, groups: int, top: float) -> None:
+def _check_tensor(name: str, value: Tensor, groups: int, top: float, check: bool) -> None:
     if value.ndim != 2 or value.shape[1] != groups:
         raise ValueError(f"{name} must be a number or (H, G) with G = {groups} groups, got {shape(value)}")
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if value.device.type == "cpu" and not traced and not bool(((value > 0) & (value <= top)).all()):
+    if check and value.device.type == "cpu" and not traced and not bool(((value > 0) & (value <= top)).all()):
         raise ValueError(f"{name} {shape(value)} must be {_range(top)}")
 
 

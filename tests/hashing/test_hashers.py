@@ -253,7 +253,7 @@ MISTAKES = [
     (kernel(bits=65), "bits must be from 1 to 64, got 65"),
     (kernel(support=0), "support must be at least 1, got 0"),
     (kernel(sigma=2.0), 'sigma must be "stored" or "input", got 2.0'),
-    (kernel(surrogate="tanh"), 'surrogate must be "hardtanh" or "sigmoid", got \'tanh\''),
+    (kernel(surrogate="tanh"), 'surrogate must be "hardtanh", "sigmoid" or "scaled", got \'tanh\''),
     (kernel(sign_of_zero=2), "sign_of_zero must be -1, 0 or 1, got 2"),
     (lambda: LshHasher(0, DIM), "num_heads must be at least 1, got 0"),
     (lambda: LshHasher(HEADS, DIM, bits=0), "bits must be at least 1, got 0"),

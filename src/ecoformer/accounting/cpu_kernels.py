@@ -66,7 +66,8 @@ class CpuKernels:
         if why is not None or not q.numel():
             if why is not None:
                 self.refused[name] = why
-            return type(layer).attend(layer, q, k, v, key_padding_mask, is_causal, key_weight)
+            more = {} if key_weight is None else {"key_weight": key_weight}
+            return type(layer).attend(layer, q, k, v, key_padding_mask, is_causal, **more)
         dtype, q, v = v.dtype, q.float(), v.float()
         flags = 0 if key_padding_mask is None else key_padding_mask.numel()
         count(kernel_counts(layer, q.shape[0], q.shape[-2]) + Counts(bytes=flags))

@@ -38,7 +38,7 @@ class LearnedAffinity(nn.Module):
     def forward(self) -> Affinity:
         """The affinity as it is now."""
         beta, weight = torch.sigmoid(self.beta.float()), torch.softmax(self.weight.float(), dim=-1)
-        return Affinity(beta.shape[1], beta.clamp_min(_SMALLEST), weight.clamp_min(_SMALLEST))
+        return Affinity(beta.shape[1], beta.clamp_min(_SMALLEST), weight.clamp_min(_SMALLEST), check=False)
 
 
 class KeyWeights(nn.Linear):
