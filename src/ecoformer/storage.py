@@ -225,7 +225,7 @@ def _end_of_header(file: BinaryIO, source: str) -> int:
         hint = ""
         if start.startswith(b"PK\x03\x04") or (start[:1] == b"\x80" and start[1:2] <= b"\x05"):
             hint = ". For a PyTorch pickle, use ecoformer.load_official or torch.load(weights_only=True)"
-        raise CheckpointError(f"{source} is truncated, or not a safetensors file{hint}")
+        raise CheckpointError(f"{source} is not a safetensors file, or is truncated{hint}")
     if end > max(1 << 23, size // 8):
         raise CheckpointError(f"{source} is damaged: {end} of its {size} bytes are header")
     return end

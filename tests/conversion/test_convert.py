@@ -121,7 +121,7 @@ def test_report():
     )
     assert any("stages.1.blocks.0.attn" in line and "32 channels, 2 heads" in line for line in lines)
     assert any(last.name in line and last.why in line for line in lines)
-    assert any(line.startswith("note: spatial reductions are left behind") for line in lines)
+    assert any(line.startswith("note: spatial reductions") for line in lines)
     assert any("fit_hashers" in line for line in lines)
     told = json.loads(json.dumps(report.to_dict()))
     assert [layer["name"] for layer in told["replaced"]] == LAYERS_OF_PVT[:3]

@@ -90,7 +90,7 @@ def test_a_tower_of_narrower_layers_is_no_last_stage():
 
 def test_what_is_left_behind_is_told():
     model = vit(attn_drop_rate=0.1)
-    assert any("dropout of attention weights (0.1)" in note for note in convert(model, "lsh_eco").notes)
+    assert any("dropout of attention weights" in note for note in convert(model, "lsh_eco").notes)
     convert(model, "softmax", local=7)
     assert any("a local branch" in note for note in convert(model, "softmax", local=5).notes)
     assert not any("local branch" in note for note in convert(model, "softmax", local=5).notes)
@@ -152,7 +152,5 @@ def test_buffers_may_be_dropped_knowingly():
     }
     register_conversion(Own, **rule)
     refused(nn.Sequential(Own()), "the buffer cache")
-    register_conversion(Own, drops=("cache",), bind=lambda layer: {"cache": layer.cache}, **rule)
-    refused(nn.Sequential(Own()), "^0: bind must return plain values, but cache is a Tensor")
     register_conversion(Own, drops=("cache",), **rule)
     assert ecoformer.convert(nn.Sequential(Own()), "softmax").replaced

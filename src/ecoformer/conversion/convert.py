@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ecoformer.attention import Attention, HashedAttention, attention_class
 from ecoformer.attention.registry import constructor_error
-from ecoformer.attention.weights import shared_parts
+from ecoformer.attention.weights import Projections, shared_parts
 from ecoformer.conversion.huggingface import record_in_config
 from ecoformer.conversion.layers import Found, Selection, choose, find_layers, mechanism_in
 from ecoformer.conversion.rules import Adapter, ImageGrid
@@ -167,15 +167,13 @@ def _replace(
     model: nn.Module, cls: type[Attention], chosen: list[Found], settings: list[dict[str, Any]]
 ) -> tuple[list[ReplacedLayer], list[str]]:
     """Build all new layers before any is put in place, so that an error leaves the model as it was."""
-    pairs = list(zip(chosen, settings, strict=True))
-    images = [_image(model, f, s.get("local", 0)) for f, s in pairs]
-    new = [_build(cls, f, s) for f, s in pairs]
-    bound = [_bound(f) for f in chosen]
-    replaced = [_report(f, attention) for f, attention in zip(chosen, new, strict=True)]
-    notes = _notes(model, chosen, new)
-    for f, attention, image, arguments in zip(chosen, new, images, bound, strict=True):
-        _put(model, f, attention, image, arguments)
-    record = {"mechanism": cls.name, "layers": {f.name: s for f, s in pairs}}
+    new = [_new_layer(model, cls, f, s) for f, s in zip(chosen, settings, strict=True)]
+    pairs = [(f, cast(Attention, mechanism_in(layer))) for f, layer in zip(chosen, new, strict=True)]
+    replaced, notes = [_report(*pair) for pair in pairs], _notes(model, pairs)
+    for f, layer in zip(chosen, new, strict=True):
+        _put(model, f.layer, layer)
+    layers = {f.name: s for f, s in zip(chosen, settings, strict=True)}
+    record = {"mechanism": cls.name, "layers": layers}
     setattr(model, RECORD, [*getattr(model, RECORD, []), record])
     return replaced, notes + record_in_config(model, record)
 
@@ -239,6 +237,24 @@ def _count_tokens(model: nn.Module, layers: list[nn.Module], example: Any) -> di
     return tokens
 
 
+def _new_layer(model: nn.Module, cls: type[Attention], found: Found, settings: dict[str, Any]) -> nn.Module:
+    """The mechanism, in an adapter where the model calls its attention in another way."""
+    old, rule = found.layer, found.rule
+    image = _image(model, found, settings.get("local", 0))
+    try:
+        if isinstance(found.inner, Attention):
+            attention = cls.from_softmax(found.inner, **settings)
+        else:
+            attention = cls.from_projections(cast(Projections, found.source), **settings)
+    except TypeError as error:
+        raise constructor_error(cls.name, error) from error
+    attention.train(found.inner.training)
+    if rule is None:
+        return attention
+    bound = old.bound if isinstance(old, Adapter) else rule.bind(old) if rule.bind else {}
+    return Adapter(attention, rule, image, bound).train(old.training)
+
+
 def _image(model: nn.Module, found: Found, local: int | tuple[int, int]) -> ImageGrid | None:
     """The image grid that a layer needs for a two-dimensional local branch."""
     known = found.layer.image if isinstance(found.layer, Adapter) else None
@@ -253,47 +269,13 @@ def _image(model: nn.Module, found: Found, local: int | tuple[int, int]) -> Imag
     return image
 
 
-def _build(cls: type[Attention], found: Found, settings: dict[str, Any]) -> Attention:
-    layer = found.inner
-    if found.source is None:
-        raise ValueError(f"{found.name} cannot be converted: {found.refusal}")
-    try:
-        if isinstance(layer, Attention):
-            return cls.from_softmax(layer, **settings)
-        return cls.from_projections(found.source, **settings).train(layer.training)
-    except TypeError as error:
-        raise constructor_error(cls.name, error) from error
-
-
-def _bound(found: Found) -> dict[str, Any]:
-    """What the rule's `call` needs from the layer."""
-    if found.ours or found.rule is None or found.rule.bind is None:
-        return {}
-    bound = found.rule.bind(found.layer)
-    for key, value in bound.items():
-        if isinstance(value, (Tensor, nn.Module)):
-            raise ValueError(
-                f"{found.name}: bind must return plain values, but {key} is a {type(value).__name__}, which "
-                "neither an optimiser nor a checkpoint would see"
-            )
-    return bound
-
-
-def _put(
-    model: nn.Module, found: Found, attention: Attention, image: ImageGrid | None, bound: dict[str, Any]
-) -> None:
-    if isinstance(found.layer, Adapter):
-        found.layer.attention, found.layer.image = attention, image
-        return
-    new: nn.Module = attention
-    if found.rule is not None:
-        new = Adapter(attention, found.rule, image, bound).train(found.layer.training)
+def _put(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Several modules may share the old layer; all of them get the new one."""
     for owner in list(model.modules()):
-        if isinstance(owner, nn.TransformerEncoder) and found.layer in owner.modules():
+        if isinstance(owner, nn.TransformerEncoder) and old in owner.modules():
             owner.use_nested_tensor = False  # its fast path reads the weights of nn.MultiheadAttention
-        # Several modules may share the layer; all of them get the new one.
         for name, child in list(owner._modules.items()):
-            if child is found.layer:
+            if child is old:
                 setattr(owner, name, new)
 
 
@@ -303,24 +285,22 @@ def _report(found: Found, new: Attention) -> ReplacedLayer:
     return ReplacedLayer(found.name, found.kind, new.dim, new.num_heads, left_behind)
 
 
-def _notes(model: nn.Module, chosen: list[Found], new: list[Attention]) -> list[str]:
+def _notes(model: nn.Module, pairs: list[tuple[Found, Attention]]) -> list[str]:
     notes = []
-    if any("sr" in f.left_behind for f in chosen):
-        notes.append("spatial reductions are left behind: every token is a key now, so fine-tune the model")
-    if any(hasattr(f.layer, "ws") for f in chosen):
-        notes.append("windows are left behind: every token is a key now, so fine-tune the model")
-    hashed = [attention for attention in new if isinstance(attention, HashedAttention)]
+    if any("sr" in f.left_behind or hasattr(f.layer, "ws") for f, _ in pairs):
+        notes.append(
+            "spatial reductions and windows are left behind: every token is a key now, so fine-tune the model"
+        )
+    hashed = [attention for _, attention in pairs if isinstance(attention, HashedAttention)]
     if any(attention.local is None for attention in hashed) and not _has_convolutions(model):
         notes.append(
             "no convolution mixes neighbours in this model, and hashed attention cannot single them out: "
             "consider local=7 (text) or local=(3, 3) (images), and distill"
         )
-    pairs = list(zip(chosen, new, strict=True))
     if any(f.local is not None and (a.local is None or a.local.size != f.local.size) for f, a in pairs):
         notes.append("a local branch of another size is left behind: the new one starts at zero")
-    dropped = {f.source.attn_drop for f, a in pairs if f.source and f.source.attn_drop and not a.has_weights}
-    if dropped:
-        notes.append(f"dropout of attention weights ({max(dropped):g}) is left behind: there are no weights")
+    if any(f.source and f.source.attn_drop and not a.has_weights for f, a in pairs):
+        notes.append("dropout of attention weights is left behind: there are no weights")
     if not all(attention.hasher.is_fitted for attention in hashed):
         notes.append(NOT_FITTED)
     return notes

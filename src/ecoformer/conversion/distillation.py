@@ -102,9 +102,10 @@ def distill(
         raise ValueError(f"every parameter of the student ({type(student).__name__}) is frozen")
     optimiser = torch.optim.AdamW(parameters, lr=lr, weight_decay=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, steps))
-    compare = partial(
-        _losses, student, teacher, pairs, _loss_function(loss), output or _pick_output, forward or run
-    )
+    if isinstance(loss, str) and loss not in _LOSSES:
+        raise ValueError(f"loss must be one of {', '.join(_LOSSES)} or a function, got {loss!r}")
+    measure = _LOSSES[loss] if isinstance(loss, str) else loss
+    compare = partial(_losses, student, teacher, pairs, measure, output or _pick_output, forward or run)
     refit = partial(fit_hashers, options=fit_options, group=group, forward=forward, progress=False)
     last_good = [parameter.detach().clone() for parameter in parameters]
     outputs: list[float] = []
@@ -174,13 +175,7 @@ def _cosine(x: Tensor, target: Tensor) -> Tensor:
     return 1 - F.cosine_similarity(x, target, dim=-1).mean()
 
 
-def _loss_function(loss: Loss) -> LossFunction:
-    if callable(loss):
-        return loss
-    known: dict[str, LossFunction] = {"mse": _relative_mse, "kl": _kl, "cosine": _cosine}
-    if loss not in known:
-        raise ValueError(f"loss must be one of {', '.join(known)} or a function, got {loss!r}")
-    return known[loss]
+_LOSSES: dict[str, LossFunction] = {"mse": _relative_mse, "kl": _kl, "cosine": _cosine}
 
 
 def _check_ranks(student: nn.Module, group: Group) -> None:
