@@ -1,32 +1,25 @@
-"""What takes part in a benchmark, and how its results are compared with better ones before it is timed."""
+"""What takes part in a benchmark, and how its results are compared before it is timed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ecoformer import reference
-from ecoformer.attention import Attention, HashedAttention, SoftmaxAttention
+from ecoformer.attention import Attention, SoftmaxAttention
 from ecoformer.backends.choice import available, use_backend, why_not
 from ecoformer.backends.fused import DTYPES, FusedCall
 from ecoformer.benchmarking.results import Check
-from ecoformer.functional import sign_ste
-from ecoformer.hashing import FitOptions, Hasher, KernelHasher
+from ecoformer.hashing import FitOptions, Hasher
 
 QUICK_FIT = FitOptions(steps=5, pairs=5)
 """The quality of hash functions has no influence on their time."""
-_DENSE = 1 << 26
-"""Largest number of affinities that the dense reference computes."""
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}
 """Largest relative error of an output; gradients may have three times as much."""
-_MARGIN = 1e-4
-"""Tokens whose projections are closer than this to a threshold are drawn again: rounding decides there."""
 _OUTPUTS = {False: 1e-2, True: 1e-1}
 """Bounds for a model's outputs in fp32 and in half precision, including codes that rounding flips."""
 _GRADIENTS = {False: 5e-2, True: 2.5e-1}
@@ -115,67 +108,6 @@ def hashed_backends(
     return [n for n in names if n == "eager" or all(why_not(n, call, needs_grad) is None for call in calls)]
 
 
-@contextmanager
-def reference_attention(model: nn.Module, *, flip_doubtful: bool = False) -> Iterator[list[int]]:
-    """Compute hashed attention by the reference and softmax attention by the other way inside the block.
-
-    The dense reference is quadratic: longer layers run by the eager backend, and their lengths are yielded.
-
-    Args:
-        model: whose layers are replaced.
-        flip_doubtful: flip every other bit of a code that fp32 might get wrong, to see how much rounding may
-            change. If all were flipped, products of codes would stay the same.
-    """
-    long: list[int] = []
-
-    def other(layer: Attention) -> Callable[..., Tensor]:
-        own = layer.attend
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-            if q.shape[0] * q.shape[1] * q.shape[2] ** 2 > _DENSE:
-                long.append(q.shape[2])
-                with use_backend("eager"):
-                    return own(q, k, v, mask, is_causal)
-            if isinstance(layer, HashedAttention):
-                return _hashed(layer, q, v, mask, is_causal, flip_doubtful).to(v.dtype)
-            by = SoftmaxAttention if isinstance(layer, ExplicitAttention) else ExplicitAttention
-            return by.attend(layer, q, k, v, mask, is_causal)  # type: ignore[arg-type]
-
-        return attend
-
-    layers = [m for m in model.modules() if isinstance(m, (HashedAttention, SoftmaxAttention))]
-    for layer in layers:
-        layer.attend = other(layer)  # type: ignore[method-assign]
-    try:
-        yield long
-    finally:
-        for layer in layers:
-            del layer.attend
-
-
-def _hashed(
-    layer: HashedAttention, q: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, flip_doubtful: bool
-) -> Tensor:
-    """Hashed attention of the paper, dense and in fp64."""
-    hasher = layer.hasher
-    y = _projections(hasher, q.double())
-    if flip_doubtful:
-        error = (y - hasher.project(q.float(), None)).abs().amax(dim=-2, keepdim=True)
-        doubtful = y.abs() < 4 * error + 1e-6
-        y = torch.where(doubtful & (doubtful.cumsum(dim=-2) % 2 == 1), -y, y)
-    codes = sign_ste(y, hasher.surrogate, hasher.sign_of_zero)
-    heads_mask = None if mask is None else mask[:, None]
-    return reference.hash_attention(codes, codes, v.double(), heads_mask, is_causal, layer.bias)
-
-
-def _projections(hasher: Hasher, tokens: Tensor) -> Tensor:
-    if not isinstance(hasher, KernelHasher) or hasher.sigma_from != "stored":
-        return hasher.project(tokens, None)
-    support, sigma = hasher.support_samples.double(), hasher.sigma.double().view(-1, 1, 1)
-    kernel = reference.rbf_kernel(reference.unit(tokens), support, sigma)
-    return (kernel - hasher.mean.double().unsqueeze(-2)) @ hasher.weight.double()
-
-
 def bound_of(dtype: torch.dtype, backward: bool, tokens: int = 0) -> float:
     """Largest relative error. Beyond 1024 tokens it grows with the root of their number, as long sums do."""
     return BOUNDS[dtype] * (3 if backward else 1) * math.sqrt(max(tokens, 1024) / 1024)
@@ -203,37 +135,6 @@ def median_error(results: Sequence[Tensor], truths: Sequence[Tensor]) -> float:
         difference = (result.to(truth.dtype) - truth).norm(dim=-1)
         errors.append(float((difference / truth.norm(dim=-1).clamp_min(1e-12)).median()))
     return max(errors)
-
-
-def finite(out: Tensor) -> Check:
-    """Check that all numbers are finite, where there is nothing to compare with."""
-    return Check(float((~out.isfinite()).float().mean()), 0.0, "finite numbers")
-
-
-@torch.no_grad()
-def steady_tokens(
-    draw: Callable[[], Tensor], projections: Sequence[Callable[[Tensor], Tensor]], backward: bool
-) -> Tensor:
-    """Tokens (B, H, N, D) whose codes do not depend on rounding: the others are drawn again.
-
-    Args:
-        draw: makes tokens.
-        projections: tokens in fp32 to what the signs are taken of.
-        backward: also avoid ±1, where the straight-through gradient stops.
-    """
-    tokens = draw()
-    for _ in range(100):
-        unsteady = torch.zeros(tokens.shape[:-1], dtype=torch.bool, device=tokens.device)
-        for project in projections:
-            size = project(tokens.float()).abs()
-            close = size < _MARGIN
-            if backward:
-                close |= (size - 1).abs() < _MARGIN
-            unsteady |= close.any(dim=-1)
-        if not unsteady.any():
-            return tokens
-        tokens[unsteady] = draw()[unsteady]
-    return tokens
 
 
 def check_inference(timed: Forward, plain_on_first: Forward, half: bool) -> Check:

@@ -19,19 +19,13 @@ from ecoformer.benchmarking.contestants import (
     check_inference,
     check_training,
     compiled,
-    finite,
     hashed_backends,
     loss_of,
-    reference_attention,
-    relative_error,
 )
 from ecoformer.benchmarking.measuring import Bench, Work, synchronize
 from ecoformer.benchmarking.results import Check, Row, Run
 from ecoformer.conversion import convert
 from ecoformer.hashing import fit_hashers, hashers_of
-
-_BOUND = 1e-3
-"""Relative error of a model's fp32 outputs, besides what codes may change that depend on rounding."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +64,8 @@ def bench_models(
     for name in dict.fromkeys(("softmax", *mechanisms)):
         bench.progress(f"converting to {name}")
         contestants += _contestants(model, name, load, bench.device)
-    checked = []
-    for contestant in contestants:
-        checked.append(row := Row(contestant.mechanism, contestant.backend, {}))
-        bench.progress(f"checking {row.label}")
-        row.checked = row.check(partial(_compare, contestant, load.make(1).to(bench.device)))
-        contestant.module.train(load.train)
     for batch in batches:
-        _bench_batch(contestants, checked, load, batch, bench)
+        _bench_batch(contestants, load, batch, bench)
     return bench.run
 
 
@@ -110,53 +98,64 @@ def make_explicit(model: nn.Module) -> nn.Module:
     return model
 
 
-@torch.no_grad()
-def _compare(contestant: Contestant, sample: Tensor) -> Check:
-    """Compare with attention by the reference, on one sample in fp32."""
-    model = contestant.module.eval()
-    out = contestant(sample)
-    names = {"softmax": "the explicit matrix", "explicit": "SDPA"}
-    if contestant.use is None and contestant.mechanism not in names:
-        return finite(out)
-    with reference_attention(model) as long:
-        truth = model(sample)
-    bound = _BOUND
-    if contestant.use is not None:
-        with reference_attention(model, flip_doubtful=True):
-            bound += 4 * relative_error([model(sample)], [truth])
-    against = names.get(contestant.mechanism, "the reference") + (", long layers by eager" if long else "")
-    return Check(relative_error([out], [truth]), bound, against)
-
-
-def _bench_batch(
-    contestants: list[Contestant], checked: list[Row], load: Load, batch: int, bench: Bench
-) -> None:
+def _bench_batch(contestants: list[Contestant], load: Load, batch: int, bench: Bench) -> None:
     inputs = load.make(batch).to(bench.device)
     if load.channels_last:
         inputs = inputs.to(memory_format=torch.channels_last)
     counted, number = ("images", batch) if inputs.is_floating_point() else ("tokens", inputs.numel())
-    rows = [replace(row, setting=load.about | {"batch": batch}, counted=counted) for row in checked]
-    works: list[Work | None] = [None] * len(rows)
-    for index, (contestant, row) in enumerate(zip(contestants, rows, strict=True)):
-        if row.failure is not None:
-            continue
-        if load.compiled:
-            row.backend += ", compiled"
-        bench.progress(f"batch {batch}: warming up {row.label}")
-
-        def warm_up(contestant: Contestant = contestant, index: int = index) -> Check | None:
-            timed = replace(contestant, call=_forward(contestant.module, load))
-            check = _compare_as_timed(timed, load, inputs)
-            work = works[index] = Work(_step(timed, load, inputs), contestant.use)
-            work()
-            synchronize(bench.device)
-            return check
-
-        row.as_timed = row.check(warm_up)
+    rows: list[Row] = []
+    works: list[Work | None] = []
+    for contestant in contestants:
+        backend = contestant.backend + (", compiled" if load.compiled else "")
+        rows.append(Row(contestant.mechanism, backend, load.about | {"batch": batch}, counted=counted))
+        bench.progress(f"batch {batch}: checking {rows[-1].label}")
+        works.append(_warm_up(contestant, load, inputs, rows[-1]))
     bench.measure(rows, works, items=batch)
     for row in rows:
         if row.timing is not None:
             row.per_second = number / (row.timing.median_ms / 1e3)
+
+
+def _warm_up(contestant: Contestant, load: Load, inputs: Tensor, row: Row) -> Work | None:
+    """Check a contestant and run it once as it is timed; None, and a failure in the row, if it cannot run."""
+    works: list[Work] = []
+
+    def check() -> Check:
+        timed = replace(contestant, call=_forward(contestant.module, load))
+        found = _compare(timed, load, inputs)
+        works.append(Work(_step(timed, load, inputs), contestant.use))
+        works[0]()
+        synchronize(inputs.device)
+        return found
+
+    row.checked = row.check(check)
+    return works[0] if works else None
+
+
+def _compare(timed: Contestant, load: Load, inputs: Tensor) -> Check:
+    """Compare exactly what is timed with a plain run of the same model, hashed attention by eager.
+
+    In training these are gradients. A model that draws random numbers, or whose plain run does not fit into
+    memory, is compared by its output in eval mode only.
+    """
+    module, half = timed.module, load.amp is not None
+    plain = replace(timed, use=timed.use and "eager", call=_forward(module, replace(load, compiled=False)))
+    if not load.train:
+        return check_inference(lambda: timed(inputs), lambda: plain(inputs[:1]), half)
+    module.eval()
+    check = check_inference(
+        lambda: replace(plain, use=timed.use)(inputs[:1]), lambda: plain(inputs[:1]), half
+    )
+    module.train()
+    if not check.passed:
+        return check
+    precise = partial(replace(plain, call=None), inputs) if half else None
+    try:
+        gradients = check_training(partial(timed, inputs), partial(plain, inputs), module, precise)
+    except torch.OutOfMemoryError:
+        module.zero_grad(set_to_none=True)
+        gradients = None
+    return gradients or check
 
 
 def _forward(module: nn.Module, load: Load) -> Callable[[Tensor], Tensor]:
@@ -186,18 +185,3 @@ def _step(timed: Contestant, load: Load, inputs: Tensor) -> Callable[[], object]
         optimiser.zero_grad(set_to_none=True)
 
     return step
-
-
-def _compare_as_timed(timed: Contestant, load: Load, inputs: Tensor) -> Check | None:
-    """Compare exactly what is timed with a plain run by eager, if that fits into memory."""
-    how = replace(load, compiled=False)
-    use = None if timed.use is None else "eager"
-    plain = replace(timed, use=use, call=_forward(timed.module, how))
-    if not load.train:
-        return check_inference(lambda: timed(inputs), lambda: plain(inputs[:1]), load.amp is not None)
-    precise = None if load.amp is None else partial(replace(plain, call=None), inputs)
-    try:
-        return check_training(partial(timed, inputs), partial(plain, inputs), timed.module, precise)
-    except torch.OutOfMemoryError:
-        timed.module.zero_grad(set_to_none=True)
-        return None

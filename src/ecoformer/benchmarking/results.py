@@ -60,7 +60,6 @@ class Row:
     Attributes:
         setting: what is measured: shape, batch, resolution.
         checked: the comparison made before timing.
-        as_timed: for models, a second comparison, of exactly the work that is timed.
         failure: why there is no time.
         wrong: whether the failure is a bug, rather than a lack of memory.
         ratio_to_sdpa: how many times as fast as softmax by SDPA in the same run.
@@ -72,7 +71,6 @@ class Row:
     backend: str
     setting: dict[str, Any]
     checked: Check | None = None
-    as_timed: Check | None = None
     failure: str | None = None
     wrong: bool = False
     timing: Timing | None = None
@@ -110,8 +108,6 @@ class Row:
         facts = {"mechanism": self.mechanism, "backend": self.backend} | self.setting | timing
         facts |= {"ratio_to_sdpa": self.ratio_to_sdpa, "peak_mb": self.peak_mb}
         facts["checked"] = None if self.checked is None else self.checked.to_dict()
-        if self.as_timed is not None:
-            facts["checked_as_timed"] = self.as_timed.to_dict()
         if self.per_second is not None:
             facts[f"{self.counted}_per_s"] = self.per_second
         if self.energy is not None:
