@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import executed
 
 import ecoformer
-from ecoformer.accounting.exact import executed
 from ecoformer.attention import Attention
 from ecoformer.operations import Counts
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import timm
 import torch
-from small_models import pvt
+from small_models import executed, pvt
 from torch import Tensor, nn
 
 import ecoformer
-from ecoformer.accounting.exact import exact_rows, executed
+from ecoformer.accounting.exact import exact_rows
 from ecoformer.hashing import Hasher
 from ecoformer.models.text import TextEncoder
 from ecoformer.operations import Counts

@@ -16,7 +16,6 @@ from torch import nn
 
 import ecoformer
 from ecoformer import FitOptions, KernelHasher, LshHasher, eco_attention, hash_attention, use_backend
-from ecoformer.accounting.exact import executed
 from ecoformer.backends import available, choice, cpu, fused
 
 pytest.importorskip("numba")
@@ -158,12 +157,11 @@ def test_fitting_reaches_the_hashers(ran):
 def test_counting_sees_the_single_steps(ran):
     layer = ecoformer.EcoAttention(16, 2).eval()
     layer.hasher.fit(torch.randn(2, 2, 60, 8), options=QUICK)
-    x = torch.randn(2, 40, 16)
-    counted = executed(layer, x)
+    ledger = ecoformer.cost(layer, (2, 40, 16), accounting="exact")
     assert ran == []
     with use_backend("eager"):
-        assert counted == executed(layer, x)
-    assert counted[1] == ()
+        assert ledger == ecoformer.cost(layer, (2, 40, 16), accounting="exact")
+    assert ledger.uncounted == ()
 
 
 def test_transforms_see_the_single_steps(hasher, tokens, ran):

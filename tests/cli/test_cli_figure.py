@@ -24,9 +24,6 @@ def cli(run):
         ("shares", "--models", "pvt_v2_b0", "--accounting", "exact", "--compare", "native"),
         ("sweep", "pvt_v2_b0", "--sweep", "resolution=64,128", "--compare", "softmax,eco"),
         ("sweep", "pvt_v2_b0", "--sweep", "support=8,16", "--compare", "eco", "--accounting", "paper"),
-        ("bitfusion",),
-        ("bitfusion", "layer"),
-        ("bitfusion", "pvt_v2_b0", "--resolution", "64"),
     ],
     ids=" ".join,
 )
@@ -48,7 +45,7 @@ def test_results_of_ones_own(cli, tmp_path):
 
 
 def test_every_command_shows_an_example(cli):
-    for command in ("shares", "sweep", "accuracy", "bitfusion"):
+    for command in ("shares", "sweep", "accuracy"):
         status, out, _ = cli(command, "--help")
         assert status == 0
         assert f"ecoformer figure {command}" in " ".join(out.split())
@@ -57,8 +54,8 @@ def test_every_command_shows_an_example(cli):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("bitfusion", "--out", "a.jpg"), "a.jpg must end in .png, .svg, .pdf, got '.jpg'"),
-        (("bitfusion", "--out", "nowhere/a.png"), "there is no folder nowhere"),
+        (("shares", "--out", "a.jpg"), "a.jpg must end in .png, .svg, .pdf, got '.jpg'"),
+        (("shares", "--out", "nowhere/a.png"), "there is no folder nowhere"),
         (("accuracy", "nowhere.json", "--out", "a.png"), "nowhere.json"),
         (("sweep", "--sweep", "resolution", "--out", "a.png"), "--sweep takes KEY=VALUE,VALUE"),
         (
@@ -66,7 +63,7 @@ def test_every_command_shows_an_example(cli):
             "'bits' of softmax",
         ),
         (("shares", "--models", "pvt_v2_b9", "--out", "a.png"), "pvt_v2_b9"),
-        (("bitfusion", "layer", "--compare", "nope", "--out", "a.png"), "unknown attention 'nope'"),
+        (("shares", "--compare", "nope", "--out", "a.png"), "unknown attention 'nope'"),
     ],
 )
 def test_refusals(cli, tmp_path, arguments, words):

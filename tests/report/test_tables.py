@@ -4,11 +4,14 @@ import sys
 
 import pytest
 
-from ecoformer.report.expected import OPEN, SLIPS
 from ecoformer.report.ours import vision_ledger
 from ecoformer.report.tables import Cell, list_tables, paper_table, printed_rows
 
 pytest.importorskip("timm")
+
+REMARKS = printed_rows("remarks")
+OPEN = {(r["table"], r["row"]) for r in REMARKS if r["status"] == "open"}
+SLIPS = {(r["table"], r["row"]) for r in REMARKS if r["status"] == "slip"}
 
 FITS = {  # rows whose settings are open, but whose every figure comes out
     ("long_range_arena", "performer"),
@@ -37,8 +40,8 @@ def test_no_cell_differs_without_a_reason(tables):
         ("attention_only", "pvt_v2_b4 msa", "mul_b"),
         *(("cifar100_binarization", "twins_svt_s fp_eco", c) for c in ("mul_b", "add_b", "energy_bpj")),
     }
-    assert {key[:2] for key, status in statuses.items() if status == "open"} == set(OPEN)
-    assert {key[:2] for key in SLIPS} == {key[:2] for key, status in statuses.items() if status == "slip"}
+    assert {key[:2] for key, status in statuses.items() if status == "open"} == OPEN
+    assert {key[:2] for key, status in statuses.items() if status == "slip"} == SLIPS
 
 
 def test_every_printed_cell_is_there(tables):
@@ -91,7 +94,9 @@ def test_a_difference_is_taken_at_the_printed_digits():
 
 def test_remarks_name_slips_and_settings(tables):
     remarks = tables["cifar100_binarization"].remarks()
-    assert remarks[0].startswith("slip in print, twins_svt_s fp_eco, mul_b, add_b, energy_bpj: ")
+    assert any(
+        remark.startswith("slip, twins_svt_s fp_eco, mul_b, add_b, energy_bpj: ") for remark in remarks
+    )
     assert sum(remark.startswith("open, ") for remark in remarks) == 3
     assert any("nJ" in remark for remark in tables["bitfusion"].remarks())
 

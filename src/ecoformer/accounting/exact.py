@@ -6,9 +6,9 @@ residual sums and everything else that no module stands for are included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -47,12 +47,17 @@ def exact_rows(
     Returns:
         The rows, and "name (operator)" for every executed operator that has no rule.
     """
-    counting = Counting()
     modules = dict(model.named_modules())
-    # Kernels come before our own hooks: they refuse layers with hooks.
-    replaced = nullcontext() if kernels is None else kernels.replace(model, counting.add)
-    fitted = as_if_fitted(hashers_of(model).values())
-    with fitted, eval_mode(model), replaced, _attributed(modules, counting), counting:
+    with ExitStack() as around:
+        counting = around.enter_context(count_operators())
+        around.enter_context(as_if_fitted(hashers_of(model).values()))
+        around.enter_context(eval_mode(model))
+        if kernels is not None:  # before our own hooks: kernels refuse layers with hooks
+            around.enter_context(kernels.replace(model, counting.add))
+        for name, module in modules.items():
+            enter = partial(counting.enter, name)
+            around.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+            around.callback(module.register_forward_hook(counting.leave, always_call=True).remove)
         run_on_meta(model, example)
     parts = Parts(model)
     rows = [
@@ -64,86 +69,39 @@ def exact_rows(
 
 
 @contextmanager
-def _attributed(modules: Mapping[str, nn.Module], counting: Counting) -> Iterator[None]:
-    """Count operators under the module that is running."""
-    names = {module: name for name, module in modules.items()}
-
-    def before(module: nn.Module, args: Any) -> None:
-        counting.enter(names[module])
-
-    def after(module: nn.Module, args: Any, out: Any) -> None:
-        counting.leave()
-
-    with ExitStack() as hooks:
-        for module in names:
-            hooks.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-            hooks.callback(module.register_forward_hook(after, always_call=True).remove)
-        yield
-
-
-def executed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Counts, tuple[str, ...]]:
-    """Run a function or a module without gradients and count what it executes, also on meta tensors.
-
-    Returns:
-        The counts by the conventions of `conventions.py`, and executed operators that have no rule there.
-    """
-    with torch.no_grad(), Counting("") as counting:
-        function(*args, **kwargs)
-    return counting.total, tuple(dict.fromkeys(name for _, name in counting.uncounted))
-
-
-class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which every operator that PyTorch executes is counted under the current name.
+def count_operators() -> Iterator[Counting]:
+    """Count every operator that PyTorch executes inside the block.
 
     Our registered operators count as the plain PyTorch that they wrap, whatever backend they would run on.
     Fused attention counts as one operator whichever kernel PyTorch picks, and its result has the memory
     layout of the fused kernels; so has a convolution's on meta tensors. `nn.MultiheadAttention`'s fast path
     is off: a mode cannot look into it.
-
-    Args:
-        name: where to count; None counts nothing until a name is entered.
     """
+    counting = Counting()
+    with counting, _SeeAttention(counting), without_fast_path():
+        yield counting
 
-    def __init__(self, name: str | None = None) -> None:
+
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operators under the name of the running module, and nothing outside of modules."""
+
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: dict[str, Counts] = {}
-        """Counts by name, in the order in which names were first entered."""
+        """Counts by name, in the order in which modules are first called."""
         self.uncounted: list[tuple[str, str]] = []
         """(name, operator) for every call of an operator without a rule."""
         self._names: list[str] = []
         self._paused = False
-        self._depth = 0
-        self._around = ExitStack()
-        if name is not None:
-            self.enter(name)
 
-    @property
-    def total(self) -> Counts:
-        """All names together."""
-        return sum(self.counts.values(), Counts())
-
-    def enter(self, name: str) -> None:
+    def enter(self, name: str, *_: Any) -> None:
         """Count under this name from now on."""
         self._names.append(name)
         self.counts.setdefault(name, Counts())
 
-    def leave(self) -> None:
+    def leave(self, *_: Any) -> None:
         """Return to the previous name."""
         self._names.pop()
-
-    def __enter__(self) -> Counting:
-        super().__enter__()  # type: ignore[no-untyped-call]
-        if not self._depth:
-            self._around.enter_context(_SeeAttention(self))
-            self._around.enter_context(without_fast_path())
-        self._depth += 1
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._around.close()
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -171,10 +129,13 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Fused attention: counted here, then run without counting."""
-        with self._pause():
+        self._paused = True
+        try:
             out = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
             if out.ndim == 4:
                 out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        finally:
+            self._paused = False
         mask = args[0] if args else kwargs.get("attn_mask")
         counts = attention_counts(query, key, value, mask)
         self.add(counts + Counts(bytes=read([query, key, value, mask]) + written(out)))
@@ -189,14 +150,6 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Keep counting inside an operator, where fused attention arrives as an operator too."""
         with torch._C.DisableTorchFunction(), self:
             yield
-
-    @contextmanager
-    def _pause(self) -> Iterator[None]:
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
 
 
 class _SeeAttention(TorchFunctionMode):

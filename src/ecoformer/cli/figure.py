@@ -8,10 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from ecoformer.accounting import Ledger, cost
-from ecoformer.bitfusion import PRINTED_WORK, simulate_all, simulate_layer, simulate_model
 from ecoformer.cli import common
 from ecoformer.report import figures
-from ecoformer.report.style import check_target, readable, save
+from ecoformer.report.style import check_target, save
 
 figure = typer.Typer(help="Figures of what models cost, as PNG, SVG or PDF.", no_args_is_help=True)
 Out = Annotated[Path, typer.Option(help="The file: .png, .svg or .pdf.", callback=check_target)]
@@ -83,30 +82,6 @@ def accuracy(
     """
     rows = [row for path in results for row in figures.accuracy_rows(path)]
     _save(figures.accuracy_figure(rows), out)
-
-
-@figure.command()
-def bitfusion(
-    out: Out,
-    what: Annotated[
-        str, typer.Argument(help="`table` (the paper's), `layer` (one attention layer), or a model's name.")
-    ] = "table",
-    compare: common.Compare = "softmax,eco",
-    resolution: common.Resolution = None,
-) -> None:
-    """Where time and energy go on BitFusion, as stacked bars.
-
-    Example: `ecoformer figure bitfusion pvt_v2_b0 --compare softmax,eco --out model.png`
-    """
-    names = common.names_in(compare, "--compare")
-    if what == "table":
-        bars = {readable(name): simulate_all(work) for name, work in PRINTED_WORK.items()}
-    elif what == "layer":
-        bars = {readable(name): simulate_layer(name) for name in names}
-    else:
-        counted = {name: common.counted_model(what, name, resolution=resolution) for name in names}
-        bars = {readable(name): simulate_model(*each).total for name, each in counted.items()}
-    _save(figures.bitfusion_figure(bars, divide_by=16 if what == "table" else 1), out)
 
 
 def _check_complete(mechanism: str, ledger: Ledger) -> None:

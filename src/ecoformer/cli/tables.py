@@ -14,18 +14,6 @@ from ecoformer.cli.common import AsJson, plain_console, print_json
 from ecoformer.report.tables import STATUSES, Cell, PaperTable, list_tables, paper_table
 
 _MARKS = {"equal": "=", "differs": "≠", "open": "~", "slip": "!", "not ours": ""}
-_HEADS = {
-    "mul_b": "mul (10⁹)",
-    "add_b": "add (10⁹)",
-    "energy_bpj": "energy (10⁹ pJ)",
-    "energy_pj": "energy (pJ)",
-    "area_um2": "area (µm²)",
-    "throughput_img_s_rtx3090": "img/s",
-    "latency_ms": "latency (ms)",
-    "energy": "energy (nJ)",
-    "text_4k": "text",
-    "retrieval_4k": "retrieval",
-}
 
 
 def tables(
@@ -50,7 +38,7 @@ def _show(found: list[PaperTable]) -> None:
         shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         shown.add_column("", no_wrap=True)
         for column in table.columns:
-            shown.add_column(_HEADS.get(column, column), no_wrap=True)
+            shown.add_column(column, no_wrap=True)
         for row, cells in table.rows():
             shown.add_row(row, *map(_text, cells))
         console.print(shown)

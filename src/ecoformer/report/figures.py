@@ -1,4 +1,4 @@
-"""Figures: shares of a model's parts, energy against size, accuracy against energy, BitFusion's bars.
+"""Figures: shares of a model's parts, energy against size, accuracy against energy.
 
 Each function takes plain rows and returns a matplotlib figure; `style.save` writes it.
 """
@@ -6,23 +6,18 @@ Each function takes plain rows and returns a matplotlib figure; `style.save` wri
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ecoformer.bitfusion import Total
 from ecoformer.report import style
-from ecoformer.report.style import drawing, new_figure, readable
+from ecoformer.report.style import drawing, look_of, new_figure
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Rows = Sequence[Mapping[str, Any]]
-Parts = Mapping[str, tuple[str, Sequence[float]]]
-"""Colour and values of each part of a bar."""
-
-_AXES = {"resolution": "Resolution (pixels a side)", "bits": "Bits of a code", "support": "Support samples"}
+_PARTS = {"attention": style.BLUE, "ffn": style.ORANGE, "other": style.GREY}
 
 
 def shares_figure(rows: Rows) -> Figure:
@@ -32,23 +27,21 @@ def shares_figure(rows: Rows) -> Figure:
     """
     mechanisms = list(dict.fromkeys(row["mechanism"] for row in rows))
     with drawing():
-        figure = new_figure(max(3.4, 0.68 * len(rows) + 1.0), 3.1)
+        figure = new_figure(max(3.4, 0.8 * len(rows) + 1.0), 3.1)
         panels = figure.subplots(1, len(mechanisms), sharey=True, squeeze=False)[0]
         for axes, mechanism in zip(panels, mechanisms, strict=True):
             own = [row for row in rows if row["mechanism"] == mechanism]
-            totals = [row["attention"] + row["ffn"] + row["other"] for row in own]
-            parts = {
-                label: (
-                    colour,
-                    [100 * row[label.lower()] / (total or 1) for row, total in zip(own, totals, strict=True)],
-                )
-                for label, colour in (("Attention", style.BLUE), ("FFN", style.ORANGE), ("Other", style.GREY))
-            }
-            _stacked(axes.bar, axes, parts, [f"{total * 1e-9:.3g} mJ" for total in totals])
-            axes.set_xticks(range(len(own)), [readable(row["model"]) for row in own])
-            axes.set_title(readable(mechanism), pad=18)
-        panels[0].set_ylim(0, 100)
-        panels[0].set_ylabel("Share of energy (%)")
+            totals = [sum(row[part] for part in _PARTS) for row in own]
+            names, before = [row["model"] for row in own], [0.0] * len(own)
+            for part, colour in _PARTS.items():
+                shares = [100 * row[part] / (total or 1) for row, total in zip(own, totals, strict=True)]
+                bars = axes.bar(names, shares, 0.7, bottom=before, color=colour, label=part)
+                texts = [f"{share:.0f}%" if share > 8 else "" for share in shares]
+                axes.bar_label(bars, texts, label_type="center", size=8)
+                before = [low + share for low, share in zip(before, shares, strict=True)]
+            axes.bar_label(bars, [f"{total * 1e-9:.3g} mJ" for total in totals], padding=3, size=8)
+            axes.set_title(mechanism, pad=18)
+        panels[0].set(ylim=(0, 100), ylabel="Share of energy (%)")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
@@ -59,14 +52,13 @@ def sweep_figure(rows: Rows, parameter: str = "resolution") -> Figure:
         figure = new_figure(5.6, 3.5)
         axes = figure.subplots()
         for i, mechanism in enumerate(dict.fromkeys(row["mechanism"] for row in rows)):
-            points = sorted(
-                (row["value"], row["energy_pj"] * 1e-9) for row in rows if row["mechanism"] == mechanism
-            )
-            axes.loglog(*zip(*points, strict=True), **_look(mechanism, i))
+            own = [row for row in rows if row["mechanism"] == mechanism]
+            points = sorted((row["value"], row["energy_pj"] * 1e-9) for row in own)
+            axes.loglog(*zip(*points, strict=True), **look_of(mechanism, i))
         ticks = sorted({row["value"] for row in rows})
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes.xaxis.minorticks_off()
-        axes.set(xlabel=_AXES.get(parameter, parameter.capitalize()), ylabel="Energy (mJ)")
+        axes.set(xlabel=parameter, ylabel="Energy (mJ)")
         axes.grid(axis="y")
         figure.legend(loc="outside right upper")
     return figure
@@ -91,68 +83,9 @@ def accuracy_figure(rows: Rows) -> Figure:
         axes = figure.subplots()
         for i, row in enumerate(rows):
             point = ([row["energy_pj"] * 1e-9], [100 * row["accuracy"]])
-            axes.plot(*point, linestyle="", markersize=7, **_look(row["label"], i))
+            axes.plot(*point, linestyle="", markersize=7, **look_of(row["label"], i))
         axes.set(xlabel="Energy of a forward pass (mJ)", ylabel="Accuracy (%)")
         axes.margins(0.1)
         axes.grid()
         figure.legend(loc="outside right upper")
     return figure
-
-
-def bitfusion_figure(bars: Mapping[str, Total], *, divide_by: int = 1) -> Figure:
-    """Where time and energy go on BitFusion, one bar each for every name.
-
-    `divide_by` is for the paper's table, whose latency is that of 16 rows divided by 16.
-    """
-    totals = bars.values()
-    seconds = [1 / total.array.frequency_hz / divide_by for total in totals]
-    time = {
-        "Compute": (style.BLUE, [t.compute_cycles * s for t, s in zip(totals, seconds, strict=True)]),
-        "Stalls": (style.SKY, [t.stall_cycles * s for t, s in zip(totals, seconds, strict=True)]),
-    }
-    energy = {
-        "Array": (style.GREEN, [t.energy.core * 1e-9 for t in totals]),
-        "Buffers": (style.ORANGE, [t.energy.buffers * 1e-9 for t in totals]),
-        "DRAM": (style.RED, [t.energy.dram * 1e-9 for t in totals]),
-    }
-    with drawing():
-        from matplotlib.ticker import EngFormatter
-
-        figure = new_figure(7.2, 1.25 + 0.42 * len(bars))
-        panels = figure.subplots(1, 2, sharey=True)
-        for axes, name, unit, parts in ((panels[0], "Time", "s", time), (panels[1], "Energy", "J", energy)):
-            sums = _sums(parts)
-            _stacked(axes.barh, axes, parts, [EngFormatter(unit, places=1)(total) for total in sums])
-            axes.xaxis.set_major_formatter(EngFormatter(unit))
-            axes.set(xlabel=name, xlim=(0, 1.25 * max(sums)))
-            axes.grid(axis="x")
-            axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=3, handlelength=1, borderpad=0)
-        panels[0].set_yticks(range(len(bars)), list(bars))
-        panels[0].invert_yaxis()
-    return figure
-
-
-def _look(name: str, position: int) -> dict[str, Any]:
-    marker = style.MARKERS[position % len(style.MARKERS)]
-    return {"color": style.colour_of(name, position), "marker": marker, "label": readable(name)}
-
-
-def _sums(parts: Parts) -> list[float]:
-    return [sum(values) for values in zip(*(values for _, values in parts.values()), strict=True)]
-
-
-def _stacked(draw: Callable[..., Any], axes: Axes, parts: Parts, totals: Sequence[str]) -> None:
-    """Bars of parts on each other, with shares in per cent on them and totals at their ends."""
-    sums = _sums(parts)
-    before = [0.0] * len(sums)
-    start = "bottom" if draw == axes.bar else "left"
-    for label, (colour, values) in parts.items():
-        bars = draw(
-            range(len(sums)), values, 0.7, color=colour, label=label, edgecolor="white", **{start: before}
-        )
-        shares = [value / (total or 1) for value, total in zip(values, sums, strict=True)]
-        wide = [value > 0.08 * max(sums) for value in values]
-        texts = [f"{share:.0%}" if fits else "" for share, fits in zip(shares, wide, strict=True)]
-        axes.bar_label(bars, texts, label_type="center", color=style.INK, size=8)
-        before = [low + value for low, value in zip(before, values, strict=True)]
-    axes.bar_label(bars, totals, padding=3, size=8)

@@ -1,4 +1,4 @@
-"""Our figures for the paper's tables: from printed rows to figures by column."""
+"""Our figures for the paper's tables: from a printed row to figures by column."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from ecoformer.third_party import import_timm
 Row = dict[str, str]
 Figures = dict[str, float]
 
-_MECHANISMS = {"msa": "softmax", "transformer": "softmax"}
-_MODELS = {"twins_svt_s": "twins_svt_small"}
+_NAMES = {"msa": "softmax", "transformer": "softmax", "twins_svt_s": "twins_svt_small"}
 
 
 @cache
@@ -28,65 +27,57 @@ def vision_ledger(model: str, mechanism: str, classes: int, **settings: Any) -> 
     return cost(built, (1, 3, 224, 224))
 
 
-@cache
-def text_ledger(mechanism: str) -> Ledger:
-    """The paper's accounting of the Long Range Arena's encoder, without its head, at 4096 tokens."""
+def _vision(row: Row, *, classes: int, part: str = "total") -> Figures:
+    model, method = (row.get(key, usual) for key, usual in (("model", "pvt_v2_b0"), ("method", "eco")))
+    settings = {"k": 96} if method == "linformer" else {}
+    if "m" in row:
+        settings["support"] = int(row["m"])
+    ledger = vision_ledger(_NAMES.get(model, model), _NAMES.get(method, method), classes, **settings)
+    return _figures(ledger, ledger.total if part == "total" else ledger.of("attention"))
+
+
+def _text(row: Row) -> Figures:
+    """The Long Range Arena's encoder, without its head, at 4096 tokens."""
     from ecoformer.models.text import TextEncoder
 
     with torch.device("meta"):
-        encoder = TextEncoder(attention=mechanism, classes=0)
-    return cost(encoder, torch.zeros(1, 4096, dtype=torch.long, device="meta"))
+        encoder = TextEncoder(attention=_NAMES.get(row["method"], row["method"]), classes=0)
+    ledger = cost(encoder, torch.zeros(1, 4096, dtype=torch.long, device="meta"))
+    return _figures(ledger, ledger.total)
 
 
-def _figures(counts: Counts, ledger: Ledger) -> Figures:
+def _figures(ledger: Ledger, counts: Counts) -> Figures:
     energy = ledger.energy.energy_pj(counts)
     return {"mul_b": counts.mul / 1e9, "add_b": counts.add / 1e9, "energy_bpj": energy / 1e9}
 
 
-def _mechanism(row: Row) -> str:
-    name = row.get("method", "eco")
-    return _MECHANISMS.get(name, name)
+def _operation(row: Row) -> Figures:
+    """Energy by our tables, which have no areas."""
+    precision, kind = row["operation"].split("_")
+    return {"energy_pj": energy_table(f"{precision}-45nm").pj[kind]}
 
 
-def _vision(rows: list[Row], *, classes: int, attention_alone: bool = False) -> list[Figures]:
-    found = []
-    for row in rows:
-        model, mechanism = row.get("model", "pvt_v2_b0"), _mechanism(row)
-        settings = {"k": 96} if mechanism == "linformer" else {}
-        if "m" in row:
-            settings["support"] = int(row["m"])
-        ledger = vision_ledger(_MODELS.get(model, model), mechanism, classes, **settings)
-        found.append(_figures(ledger.of("attention") if attention_alone else ledger.total, ledger))
-    return found
+def _bitfusion(row: Row) -> Figures:
+    ours = next(each for each in printed_table() if each["method"] == row["method"])
+    return {"latency_ms": ours["latency_ms"], "energy": ours["energy_nj"]}
 
 
-def _text(rows: list[Row]) -> list[Figures]:
-    ledgers = [text_ledger(_mechanism(row)) for row in rows]
-    return [_figures(ledger.total, ledger) for ledger in ledgers]
+def _nothing(row: Row) -> Figures:
+    return {}
 
 
-def _operations(rows: list[Row]) -> list[Figures]:
-    """Energies of our tables, which have no areas."""
-    kinds = [row["operation"].split("_") for row in rows]
-    return [{"energy_pj": energy_table(f"{precision}-45nm").pj[kind]} for precision, kind in kinds]
-
-
-def _bitfusion(rows: list[Row]) -> list[Figures]:
-    ours = {row["method"]: row for row in printed_table()}
-    found = [ours[row["method"]] for row in rows]
-    return [{"latency_ms": row["latency_ms"], "energy": row["energy_nj"]} for row in found]
-
-
-OURS: dict[str, Callable[[list[Row]], list[Figures]]] = {
-    "operation_energy_45nm": _operations,
-    "imagenet_main": partial(_vision, classes=1000),
-    "attention_only": partial(_vision, classes=1000, attention_alone=True),
-    "imagenet_from_scratch": partial(_vision, classes=1000),
-    "long_range_arena": _text,
-    "cifar100_attentions": partial(_vision, classes=100),
-    "cifar100_binarization": partial(_vision, classes=100),
-    "cifar100_hash_functions": partial(_vision, classes=100),
-    "cifar100_support_samples": partial(_vision, classes=100),
-    "bitfusion": _bitfusion,
+_IMAGENET, _CIFAR = partial(_vision, classes=1000), partial(_vision, classes=100)
+TABLES: dict[str, tuple[str, Callable[[Row], Figures]]] = {
+    "operation_energy_45nm": ("Energy and area of operations at 45 nm", _operation),
+    "imagenet_main": ("ImageNet-1K: main results", _IMAGENET),
+    "attention_only": ("Attention layers alone", partial(_IMAGENET, part="attention")),
+    "imagenet_from_scratch": ("ImageNet-1K: trained from scratch", _IMAGENET),
+    "throughput": ("Throughput on a GPU", _nothing),
+    "long_range_arena": ("Long Range Arena", _text),
+    "cifar100_attentions": ("CIFAR-100: efficient attentions in PVTv2-B0", _CIFAR),
+    "cifar100_binarization": ("CIFAR-100: quantisation against hashing", _CIFAR),
+    "cifar100_hash_functions": ("CIFAR-100: hash functions in PVTv2-B0", _CIFAR),
+    "cifar100_support_samples": ("CIFAR-100: support samples m in PVTv2-B0", _CIFAR),
+    "bitfusion": ("An attention layer on BitFusion", _bitfusion),
 }
-"""By table; of tables that are not here we compute nothing."""
+"""Title of each table, and how we compute its figures."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ecoformer.files import replace_text
 from ecoformer.report.figures import accuracy_figure
-from ecoformer.report.style import colour_of, drawing, new_figure
+from ecoformer.report.style import drawing, look_of, new_figure
 from ecoformer.training import Recipe, as_yaml
 from ecoformer.training.folder import RunFolder
 
@@ -152,10 +152,8 @@ def _curves(runs: Sequence[Run]) -> Figure:
             for i, run in enumerate(runs):
                 curve = run.curve(split, name)
                 steps, values = [step for step, _ in curve], [factor * value for _, value in curve]
-                marker = "o" if len(curve) < 12 else ""
-                axes.plot(steps, values, color=colour_of(run.mechanism, i), marker=marker, label=run.name)
-            axes.set_xlabel("Step")
-            axes.set_ylabel(label)
+                axes.plot(steps, values, **look_of(run.mechanism, i) | {"label": run.name, "marker": "."})
+            axes.set(xlabel="Step", ylabel=label)
             axes.grid(axis="y")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure

@@ -11,38 +11,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".pdf")
-INK = "#222222"
 # Okabe and Ito's colours, which colour-blind readers can tell apart; yellow is too pale for lines.
-BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"
-RED, SKY, PURPLE, GREY = "#D55E00", "#56B4E9", "#CC79A7", "#999999"
-MARKERS = "osD^vPX*<>"
-_COLOURS = {"eco": GREEN, "ecoformer": GREEN, "fp_eco": SKY}
-_COLOURS |= dict.fromkeys(("softmax", "transformer", "msa"), INK)
-_COLOURS |= {"performer": BLUE, "linformer": ORANGE, "reformer": RED, "combiner": PURPLE}
-_OTHER_COLOURS = (SKY, GREY, PURPLE, BLUE, ORANGE, RED)
-_NAMES = {
-    "msa": "MSA",
-    "eco": "EcoFormer",
-    "klsh_eco": "KLSH-EcoFormer",
-    "lsh_eco": "LSH-EcoFormer",
-    "bi_eco": "Bi-EcoFormer",
-    "fp_eco": "FP-EcoFormer",
-}
+BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+INK, GREY = "#222222", "#999999"
+_COLOURS = {"eco": GREEN, "softmax": INK, "performer": BLUE, "linformer": ORANGE, "reformer": RED}
+_OTHER_COLOURS = ("#56B4E9", "#CC79A7", GREY)
+_MARKERS = "osD^vPX*<>"
 _SETTINGS: Any = {
-    "font.family": "DejaVu Sans",
     "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.labelsize": 9,
     "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "grid.color": "#d9d9d9",
-    "grid.linewidth": 0.6,
     "legend.frameon": False,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 4.5,
     "pdf.fonttype": 42,
     "svg.hashsalt": "ecoformer",
     "savefig.dpi": 200,
@@ -50,17 +31,10 @@ _SETTINGS: Any = {
 }
 
 
-def readable(name: str) -> str:
-    """A mechanism's or a model's name for a caption."""
-    key = name.lower()
-    if key.startswith("pvt_v2_"):
-        return f"PVTv2-{key.removeprefix('pvt_v2_').upper()}"
-    return _NAMES.get(key, name if any(c.isupper() for c in name) else name.capitalize())
-
-
-def colour_of(mechanism: str, position: int) -> str:
-    """The same colour for a known mechanism in every figure."""
-    return _COLOURS.get(mechanism.lower(), _OTHER_COLOURS[position % len(_OTHER_COLOURS)])
+def look_of(name: str, position: int) -> dict[str, Any]:
+    """Colour, marker and label of a line; known mechanisms have the same colour in every figure."""
+    colour = _COLOURS.get(name.lower(), _OTHER_COLOURS[position % len(_OTHER_COLOURS)])
+    return {"color": colour, "marker": _MARKERS[position % len(_MARKERS)], "label": name}
 
 
 def check_target(path: str | Path) -> Path:

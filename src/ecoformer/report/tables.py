@@ -1,8 +1,9 @@
 """The paper's tables with the printed figure, ours, and the difference, cell by cell.
 
 The printed figures are those of EcoFormer (Liu et al., NeurIPS 2022), one file per table under `printed/`.
-Ours come from the ledger's paper accounting and from the BitFusion model, computed on demand. Tables about
-CIFAR-100 count a head of 100 classes: with 1000, two of their energies come out 0.01 higher.
+`printed/remarks.csv` lists slips in print, settings that the paper leaves open, and notes; none changes a
+figure. Ours come from the ledger's paper accounting and from the BitFusion model, computed on demand. Tables
+about CIFAR-100 count a head of 100 classes: with 1000, two of their energies come out 0.01 higher.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal
 
-from ecoformer.report.expected import NOTES, OPEN, SLIPS
-from ecoformer.report.ours import OURS, Row
+from ecoformer.report.ours import TABLES
 
 Status = Literal["equal", "differs", "open", "slip", "not ours"]
 
@@ -25,20 +25,6 @@ STATUSES: dict[Status, str] = {
     "open": "the paper leaves settings open; ours are named below the table",
     "slip": "the print contradicts itself or its own rule; ours is what the rule gives",
     "not ours": "measured or quoted by the authors: printed only",
-}
-
-_TITLES = {
-    "operation_energy_45nm": "Energy and area of operations at 45 nm",
-    "imagenet_main": "ImageNet-1K: main results",
-    "attention_only": "Attention layers alone",
-    "imagenet_from_scratch": "ImageNet-1K: trained from scratch",
-    "throughput": "Throughput on a GPU",
-    "long_range_arena": "Long Range Arena",
-    "cifar100_attentions": "CIFAR-100: efficient attentions in PVTv2-B0",
-    "cifar100_binarization": "CIFAR-100: quantisation against hashing",
-    "cifar100_hash_functions": "CIFAR-100: hash functions in PVTv2-B0",
-    "cifar100_support_samples": "CIFAR-100: support samples m in PVTv2-B0",
-    "bitfusion": "An attention layer on BitFusion",
 }
 _KEYS = ("model", "method", "operation", "m")
 
@@ -93,17 +79,15 @@ class PaperTable:
 
     def remarks(self) -> list[str]:
         """Slips and open settings, one line each, then notes on the entire table."""
-        columns: dict[tuple[str, str, str], list[str]] = {}
+        found: dict[tuple[str, str, str], list[str]] = {}
         for cell in self.cells:
             if cell.note:
-                columns.setdefault((cell.status, cell.row, cell.note), []).append(cell.column)
-        slips = [
-            f"slip in print, {row}, {', '.join(names)}: {note}"
-            for (status, row, note), names in columns.items()
-            if status == "slip"
+                found.setdefault((cell.status, cell.row, cell.note), []).append(cell.column)
+        lines = [
+            f"{status}, {row}" + (f", {', '.join(columns)}" if status == "slip" else "") + f": {note}"
+            for (status, row, note), columns in found.items()
         ]
-        opens = [f"open, {row}: {note}" for status, row, note in columns if status == "open"]
-        return [*slips, *opens, *self.notes]
+        return [*lines, *self.notes]
 
     def to_dict(self) -> dict[str, Any]:
         """Title, cells and remarks."""
@@ -113,41 +97,42 @@ class PaperTable:
 
 def list_tables() -> list[str]:
     """Names of the paper's tables."""
-    return list(_TITLES)
+    return list(TABLES)
 
 
 def paper_table(name: str) -> PaperTable:
     """One of the paper's tables, with our figures beside the printed ones."""
-    if name not in _TITLES:
-        close = difflib.get_close_matches(name, _TITLES, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(_TITLES)}"
+    if name not in TABLES:
+        close = difflib.get_close_matches(name, TABLES, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(TABLES)}"
         raise ValueError(f"no table is named {name!r}: {hint}")
+    title, compute = TABLES[name]
     printed = printed_rows(name)
-    ours = OURS[name](printed) if name in OURS else [{} for _ in printed]
-    cells = [
-        _cell(name, row, column, text, figures.get(column))
-        for row, figures in zip(printed, ours, strict=True)
-        for column, text in row.items()
-        if column not in _KEYS
-    ]
+    remarks = [remark for remark in printed_rows("remarks") if remark["table"] == name]
     columns = tuple(column for column in printed[0] if column not in _KEYS)
-    return PaperTable(name, _TITLES[name], columns, tuple(cells), NOTES.get(name, ()))
+    cells = []
+    for row in printed:
+        ours = compute(row)
+        key = " ".join(f"m={row[k]}" if k == "m" else row[k] for k in _KEYS if k in row)
+        own = [remark for remark in remarks if remark["row"] == key]
+        cells += [_cell(key, column, row[column], ours.get(column), own) for column in columns]
+    notes = tuple(remark["note"] for remark in remarks if remark["status"] == "note")
+    return PaperTable(name, title, columns, tuple(cells), notes)
 
 
 def printed_rows(table: str) -> list[dict[str, str]]:
-    """One of the paper's tables, as it is printed."""
+    """One of the paper's tables, as it is printed; or the remarks."""
     text = files("ecoformer.report").joinpath(f"printed/{table}.csv").read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))
 
 
-def _cell(table: str, row: Row, column: str, text: str, ours: float | None) -> Cell:
-    key = " ".join(f"m={row[k]}" if k == "m" else row[k] for k in _KEYS if k in row)
+def _cell(row: str, column: str, text: str, ours: float | None, remarks: list[dict[str, str]]) -> Cell:
     if ours is None:
-        return Cell(key, column, text, None, "not ours")
-    if (table, key) in OPEN:
-        return Cell(key, column, text, ours, "open", OPEN[table, key])
-    equal = Cell(key, column, text, ours, "equal")
-    if not equal.difference:
-        return equal
-    note = SLIPS.get((table, key, column)) or SLIPS.get((table, key, "*"))
-    return Cell(key, column, text, ours, "slip" if note else "differs", note or "")
+        return Cell(row, column, text, None, "not ours")
+    equal = Cell(row, column, text, ours, "equal")
+    for remark in remarks:
+        if remark["status"] == "open":
+            return Cell(row, column, text, ours, "open", remark["note"])
+        if equal.difference and remark["column"] in (column, "*"):
+            return Cell(row, column, text, ours, "slip", remark["note"])
+    return Cell(row, column, text, ours, "differs") if equal.difference else equal
