@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecoformer.data import IGNORED, MASK, PAD, byte_tokens, load, mask_bytes
-from ecoformer.data.aan import decode_literal
 from ecoformer.data.samples import sample_text
+from ecoformer.data.texts import decode_literal
 
 
 def ids(text):

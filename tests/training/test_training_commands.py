@@ -123,7 +123,7 @@ def test_averaged_weights_come_with_the_hash_functions(tmp_path):
 def test_best_is_the_best_of_all_evaluations(tmp_path, monkeypatch):
     accuracies = iter([0.3, 0.7, 0.5])
     monkeypatch.setattr(
-        "ecoformer.training.loop.figures", lambda sums: {"accuracy": next(accuracies), "loss": 1.0}
+        "ecoformer.training.model.figures", lambda sums: {"accuracy": next(accuracies), "loss": 1.0}
     )
     result = train(recipe(PLAIN, "schedule.steps=12", folder=tmp_path), tmp_path / "run", show=False)
     assert (result["accuracy"], result["best_accuracy"]) == (0.5, 0.7)

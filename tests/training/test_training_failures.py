@@ -135,7 +135,7 @@ def test_weights_that_are_not_numbers_are_not_saved(plain, tmp_path, monkeypatch
 
 def test_a_test_loss_that_is_not_a_number(plain, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "ecoformer.training.loop.figures", lambda sums: {"accuracy": 0.5, "loss": float("nan")}
+        "ecoformer.training.model.figures", lambda sums: {"accuracy": 0.5, "loss": float("nan")}
     )
     assert "the test loss became nan by step 5" in stopped(plain, tmp_path / "run")
     assert "NaN" not in (tmp_path / "run/metrics.jsonl").read_text()

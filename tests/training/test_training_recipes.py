@@ -233,7 +233,7 @@ def test_what_no_file_could_hold_is_not_trained(tmp_path, monkeypatch):
         model.blocks[0].norm1.eps = 0.5
         return model
 
-    monkeypatch.setattr("ecoformer.training.loop.build_model", changed_by_hand)
+    monkeypatch.setattr("ecoformer.training.model.build_model", changed_by_hand)
     with pytest.raises(ValueError, match=r"model\.name=text: a file could not hold"):
         train(recipe(PLAIN, folder=tmp_path), tmp_path / "run", show=False)
     assert not (tmp_path / "run/recipe.yaml").exists()

@@ -18,7 +18,7 @@ from ecoformer import save, storage
 from ecoformer.data.splits import IGNORED, Arrays, Splits
 from ecoformer.hashing import hashers_of
 from ecoformer.models.text import PAD
-from ecoformer.training import loop, train
+from ecoformer.training import model, train
 from ecoformer.training.batches import Loader
 from ecoformer.training.loop import Trainer
 from ecoformer.training.model import build_model, check_model
@@ -81,7 +81,7 @@ def test_two_processes_with_half_of_the_tokens_learn_what_one_does(kind, tmp_pat
     whole(one, tmp_path / "one", splits=texts(kind))
 
     def run(rank):
-        figures = loop.figures
+        figures = model.figures
 
         def kept(sums):
             torch.save(sums, tmp_path / f"sums-{rank}.pt")
@@ -94,7 +94,7 @@ def test_two_processes_with_half_of_the_tokens_learn_what_one_does(kind, tmp_pat
             torch.save(state, tmp_path / f"hashers-{rank}.pt")
             return export(self)
 
-        loop.figures, Trainer.export = kept, exported
+        model.figures, Trainer.export = kept, exported
         train(two, tmp_path / "two", show=False, splits=texts(kind))
 
     assert on_ranks(run) == [0, 0]

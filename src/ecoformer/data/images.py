@@ -1,4 +1,4 @@
-"""Pictures in a folder for each class, as ImageNet is unpacked, or in tar shards of the WebDataset layout."""
+"""Pictures: CIFAR's official files, a folder for each class, or tar shards of the WebDataset layout."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import os
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +15,11 @@ from torch import Tensor
 from ecoformer.arguments import one_line
 from ecoformer.data.files import IMAGE_ENDINGS, find_files, open_file
 from ecoformer.data.registry import register_dataset
-from ecoformer.data.splits import MOST_CLASSES, Images, Splits
+from ecoformer.data.splits import MOST_CLASSES, Arrays, Images, Splits
+from ecoformer.data.stored import is_stored, read_stored
+from ecoformer.third_party import import_library
 
+_CIFAR = "{}, unpacked from the official archive (or the two files that ecoformer.data.store writes)"
 _SHARD_ENDINGS = ("jpg", "jpeg", "png", "webp")
 _MOST_HEADER = 2**20
 """Most bytes of a tar's header."""
@@ -140,3 +144,45 @@ def _label(file: _Headers, entry: tarfile.TarInfo) -> int:
     if entry.size > 20 or not text.isdigit() or int(text) >= MOST_CLASSES:
         raise ValueError(f"{entry.name!r} must hold a class number below {MOST_CLASSES:,}, got {text!r}")
     return int(text)
+
+
+@register_dataset(
+    "cifar10", layout=_CIFAR.format("cifar-10-batches-py/ with data_batch_1 to 5 and test_batch")
+)
+def cifar10(root: Path) -> Splits:
+    """50,000 and 10,000 pictures of 32 x 32 pixels; torchvision compares the files' checksums first."""
+    return _cifar("cifar10", root, 10)
+
+
+@register_dataset("cifar100", layout=_CIFAR.format("cifar-100-python/ with train, test and meta"))
+def cifar100(root: Path) -> Splits:
+    """50,000 and 10,000 pictures of 32 x 32 pixels in 100 classes."""
+    return _cifar("cifar100", root, 100)
+
+
+def _cifar(name: str, root: Path, classes: int) -> Splits:
+    if is_stored(root):
+        splits = read_stored(root)
+        if splits.name != name:
+            raise ValueError(f"{root} holds {splits.name!r}, not {name}: load it by that name")
+        return splits
+    try:
+        datasets = import_library("torchvision.datasets")
+    except ModuleNotFoundError as error:
+        raise ImportError("CIFAR is read by torchvision: pip install 'ecoformer[vision]'") from error
+    reader: Any = getattr(datasets, name.upper())
+    folder = root / reader.base_folder
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{name}: there is no folder {folder}; unpack {reader.filename} in {root}")
+    try:
+        sources = [reader(root=root, train=train, download=False) for train in (True, False)]
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name}: files of {folder} are missing or differ from the official ones, and are not opened: "
+            f"unpack {reader.filename} again"
+        ) from error
+    train, test = (
+        Arrays(torch.from_numpy(source.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(source.targets))
+        for source in sources
+    )
+    return Splits(train, test, "images", classes)

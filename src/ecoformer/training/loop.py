@@ -21,30 +21,11 @@ from ecoformer.data.splits import IGNORED, Arrays, Splits
 from ecoformer.files import replacing
 from ecoformer.hashing import SoftStart, fit_hashers, hashers_of
 from ecoformer.storage import CheckpointError, load_into, read, write
-from ecoformer.training.batches import (
-    Batch,
-    Loader,
-    Task,
-    check_targets,
-    distillation_loss,
-    measured_batches,
-    seed_everything,
-    seed_of,
-)
+from ecoformer.training import batches as data
+from ecoformer.training import model as models
+from ecoformer.training.batches import Batch, seed_everything, seed_of
 from ecoformer.training.console import Display, Interrupts
 from ecoformer.training.folder import PROGRESS, RunFolder, check_random_states
-from ecoformer.training.model import (
-    build_model,
-    build_optimizer,
-    check_model,
-    costs,
-    figures,
-    judge,
-    learning_rate,
-    load_teacher,
-    make_average,
-    mixed_precision,
-)
 from ecoformer.training.processes import divide, is_sharded, make_accelerator
 from ecoformer.training.recipe import Recipe
 
@@ -83,25 +64,25 @@ class Trainer:
     ) -> None:
         self.recipe, self.splits, self.folder = recipe, splits, folder
         changes = folder.check(recipe, resume=resume)
-        check_targets(splits, recipe.data.name)
+        data.check_targets(splits, recipe.data.name)
         self.accelerator = make_accelerator(recipe, device)
         self.first, self.device = self.accelerator.is_main_process, self.accelerator.device
         self.display = display or Display(show=False)
         self.rank, self.ranks, self.group = divide(recipe, splits.kind, self.accelerator)
-        self.task = Task(recipe, splits, self.group)
+        self.task = data.Task(recipe, splits, self.group)
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        self.loader = Loader(splits.train, recipe, self.device, rank, ranks)
+        self.loader = data.Loader(splits.train, recipe, self.device, rank, ranks)
         self.test = splits.test.to(self.device) if isinstance(splits.test, Arrays) else splits.test
         self.total = recipe.schedule.steps or self.loader.steps * (recipe.schedule.epochs or 1)
-        bare = build_model(recipe, splits)
-        check_model(bare, recipe, splits)
+        bare = models.build_model(recipe, splits)
+        models.check_model(bare, recipe, splits)
         self.parameters = sum(p.numel() for p in bare.parameters())
-        self.cost = costs(bare, recipe, splits)
-        self.teacher = load_teacher(recipe, splits, self.task, self.device)
-        self.average = make_average(bare, recipe, self.device)
+        self.cost = models.costs(bare, recipe, splits)
+        self.teacher = models.load_teacher(recipe, splits, self.task, self.device)
+        self.average = models.make_average(bare, recipe, self.device)
         share = recipe.hashing.soft_start
         self.soft = SoftStart(bare, share * self.total) if share and hashers_of(bare) else None
-        self.model, self.optimizer = self.accelerator.prepare(bare, build_optimizer(bare, recipe))
+        self.model, self.optimizer = self.accelerator.prepare(bare, models.build_optimizer(bare, recipe))
         self.generator = torch.Generator(self.device)
         self.progress = Progress(samples=len(splits.train))
         self.losses: list[Tensor] = []
@@ -170,7 +151,7 @@ class Trainer:
             raise Interrupted(f"stopped at step {step} of {self.total}")
 
     def _set_rate(self) -> None:
-        self.rate = learning_rate(self.recipe, self.progress.step, self.total, self.loader.steps)
+        self.rate = models.learning_rate(self.recipe, self.progress.step, self.total, self.loader.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate
 
@@ -212,9 +193,9 @@ class Trainer:
         taught = self.recipe.teacher
         if self.teacher is None or taught is None:
             return loss
-        with torch.no_grad(), mixed_precision(self.recipe.precision, self.device):
+        with torch.no_grad(), models.mixed_precision(self.recipe.precision, self.device):
             answers = self.task.mine(self.task.answer(self.teacher, inputs))
-        distilled = distillation_loss(logits, answers, targets, taught.temperature)
+        distilled = data.distillation_loss(logits, answers, targets, taught.temperature)
         return (1 - taught.weight) * loss + taught.weight * distilled
 
     def _log_training(self) -> None:
@@ -238,10 +219,10 @@ class Trainer:
         """Accuracy and loss on the test data."""
         self._log_training()
         self._count_time(training=True)
-        batches = measured_batches(self.test, self.recipe, self.device, self.rank, self.ranks)
+        batches = data.measured_batches(self.test, self.recipe, self.device, self.rank, self.ranks)
         with self._split(self.tested):
-            sums = judge(self.tested, self.task, batches, self.device)
-        measured = figures(self.accelerator.reduce(sums, reduction="sum"))
+            sums = models.judge(self.tested, self.task, batches, self.device)
+        measured = models.figures(self.accelerator.reduce(sums, reduction="sum"))
         self._check_finite("the test loss", measured["loss"])
         self.progress.measured = measured
         self.progress.best = max(self.progress.best, measured["accuracy"])
@@ -299,7 +280,7 @@ class Trainer:
         if is_sharded(self.accelerator):
             weights = self.accelerator.get_state_dict(self.model)
             if self.first:
-                model = build_model(self.recipe, self.splits)
+                model = models.build_model(self.recipe, self.splits)
                 load_into(model, weights, source="the trained weights")
         if self.first:
             with replacing(self.folder.model_file) as file:  # `save` follows links
