@@ -15,6 +15,7 @@ from torch import Tensor
 from ecoformer import reference
 from ecoformer.attention import Attention, HashedAttention, ReformerAttention, SoftmaxAttention
 from ecoformer.attention.registry import attention_class, create_attention
+from ecoformer.backends.hashing import scaled
 from ecoformer.benchmarking.contestants import (
     QUICK_FIT,
     Contestant,
@@ -36,7 +37,7 @@ _SLICE = 1024
 """Tokens at which quadratic attention in fp64 takes less than a second."""
 _DENSE = 1 << 26
 """Largest number of affinities that the dense reference computes."""
-_PAPER = ("eco", "klsh_eco", "lsh_eco", "bi_eco")
+_PAPER = ("eco", "sharp_eco", "klsh_eco", "lsh_eco", "bi_eco")
 """Mechanisms that `reference.hash_attention` computes."""
 _MARGIN = 1e-4
 """Tokens whose projections are closer than this to a threshold are drawn again: rounding decides there."""
@@ -91,6 +92,13 @@ def _contestants(names: Iterable[str], setting: Setting, run: Run) -> tuple[list
             run.notes.append(f"{name} has no causal order and is left out")
             continue
         layer = build_layer(name, setting)
+        if (
+            layer.projects_to_codes
+            and isinstance(layer, HashedAttention)
+            and layer.hasher.bits > layer.head_dim
+        ):
+            run.notes.append(f"{name} needs D >= {layer.hasher.head_dim} here and is left out")
+            continue
         contestants += contestants_of(layer, setting)
         if isinstance(layer, HashedAttention):
             hashers.append(layer.hasher)
@@ -108,7 +116,7 @@ def build_layer(mechanism: str, setting: Setting, **options: Any) -> Attention:
         layer = create_attention(mechanism, heads * dim, heads, **options)
     layer = layer.to(setting.device, setting.dtype).eval().requires_grad_(False)
     if isinstance(layer, HashedAttention):
-        samples = torch.randn(2, heads, 128, dim, generator=torch.Generator().manual_seed(0))
+        samples = torch.randn(2, heads, 128, layer.hasher.head_dim, generator=torch.Generator().manual_seed(0))
         layer.hasher.fit(samples.to(setting.device), options=QUICK_FIT)
     return layer
 
@@ -130,7 +138,7 @@ def contestants_of(layer: Attention, setting: Setting) -> list[Contestant]:
 def draw_inputs(setting: Setting, hashers: Sequence[Hasher] = ()) -> list[Tensor]:
     """Random q, k, v and gradient of the output.
 
-    No code of q depends on rounding: tokens whose projections are close to zero are drawn again and, for the
+    No code of q or k depends on rounding: tokens whose projections are close to zero are drawn again and, for the
     backward, those close to ±1, where the straight-through gradient stops.
     """
     generator = torch.Generator(setting.device).manual_seed(0)
@@ -138,19 +146,26 @@ def draw_inputs(setting: Setting, hashers: Sequence[Hasher] = ()) -> list[Tensor
     def draw() -> Tensor:
         return torch.randn(setting.shape, generator=generator, device=setting.device).to(setting.dtype)
 
-    q = draw()
-    for _ in range(100):
-        unsteady = torch.zeros(q.shape[:-1], dtype=torch.bool, device=q.device)
-        for hasher in hashers:
-            size = hasher.project(q.float(), None).abs()
-            close = size < _MARGIN
-            if setting.backward:
-                close |= (size - 1).abs() < _MARGIN
-            unsteady |= close.any(dim=-1)
-        if not unsteady.any():
-            break
-        q[unsteady] = draw()[unsteady]
-    return [q, draw(), draw(), draw()]
+    def project(tokens: Tensor, hasher: Hasher) -> Tensor:
+        y = hasher.project(tokens[..., : hasher.head_dim].float(), None)
+        return scaled(y) if hasher.surrogate == "scaled" else y
+
+    def steady() -> Tensor:
+        tokens = draw()
+        for _ in range(100):
+            unsteady = torch.zeros(tokens.shape[:-1], dtype=torch.bool, device=tokens.device)
+            for hasher in hashers:
+                size = project(tokens, hasher).abs()
+                close = size < _MARGIN
+                if setting.backward:
+                    close |= (size - 1).abs() < _MARGIN
+                unsteady |= close.any(dim=-1)
+            if not unsteady.any():
+                break
+            tokens[unsteady] = draw()[unsteady]
+        return tokens
+
+    return [steady(), steady(), draw(), draw()]
 
 
 def work_of(contestant: Contestant, inputs: Sequence[Tensor], backward: bool) -> Work:
@@ -158,7 +173,7 @@ def work_of(contestant: Contestant, inputs: Sequence[Tensor], backward: bool) ->
     call = contestant.call or contestant.module
     q, k, v = (x.detach().requires_grad_(backward) for x in inputs[:3])
     heads: Any = contestant.module
-    leaves = (q, v) if heads.layer.shared_qk else (q, k, v)
+    leaves = (q, v) if heads.shared else (q, k, v)
 
     def work() -> list[Tensor]:
         with torch.set_grad_enabled(backward):
@@ -210,10 +225,22 @@ def _compare(contestant: Contestant, inputs: Sequence[Tensor], setting: Setting)
 
 
 def _dense(
-    layer: HashedAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
+    layer: HashedAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    key_weight: Tensor | None = None,
 ) -> Tensor:
-    codes = layer.hasher(q)
-    return reference.hash_attention(codes, codes, v, mask, is_causal, layer.bias)
+    codes_q = layer.hasher(q)
+    codes_k = layer.hasher(k) if layer.separate else codes_q
+    if layer.affinity is None:
+        return reference.hash_attention(codes_q, codes_k, v, mask, is_causal, layer.bias)
+    affinity = layer.affinity()
+    weights = None if key_weight is None else key_weight.to(v.dtype)
+    shared = (affinity.groups, affinity.beta, affinity.weight)
+    return reference.grouped_attention(codes_q, codes_k, v, *shared, mask, is_causal, weights)
 
 
 def check_backends(device: torch.device, progress: Progress = no_progress) -> Iterator[Row]:

@@ -50,15 +50,27 @@ class Contestant:
 
 
 class Heads(nn.Module):
-    """The attention of one layer on heads (B, H, N, D), without projections."""
+    """The attention of one layer on heads (B, H, N, D), without projections.
+
+    A layer that projects to codes takes the first channels of q and k for its projections.
+    """
 
     def __init__(self, layer: Attention, is_causal: bool) -> None:
         super().__init__()
         self.layer, self.is_causal = layer, is_causal
+        self.shared = layer.shared_qk and not getattr(layer, "separate", False)
+        self._weight = torch.empty(0)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Queries are also the keys where the mechanism shares them."""
-        return self.layer.attend(q, q if self.layer.shared_qk else k, v, None, self.is_causal)
+        layer, more = self.layer, {}
+        if isinstance(layer, HashedAttention):
+            q, k = (x[..., : layer.hasher.head_dim] for x in (q, k))
+            if layer.key_weights is not None:
+                if self._weight.shape != v.shape[:-1] or self._weight.device != v.device:
+                    self._weight = torch.ones(v.shape[:-1], device=v.device)
+                more = {"key_weight": self._weight}
+        return layer.attend(q, q if self.shared else k, v, None, self.is_causal, **more)
 
 
 class ExplicitAttention(SoftmaxAttention):
