@@ -133,10 +133,12 @@ class Affinity:
         changing = torch.compiler.is_compiling() or any(
             x.is_inference() or (x.requires_grad and torch.is_grad_enabled()) for x in given
         )
-        mode = torch.is_inference_mode_enabled()
-        key = None if changing else (bits, heads, device, mode, *(x._version for x in given))
-        if key is not None and key in self._prepared:
-            return self._prepared[key]
+        key = None
+        if not changing:
+            mode = torch.is_inference_mode_enabled()
+            key = (bits, heads, device, mode, *(x._version for x in given))
+            if key in self._prepared:
+                return self._prepared[key]
         like = torch.empty(0, dtype=torch.float32, device=device)
         scale, ratio = (x.expand(heads, -1).contiguous() for x in self.levels(bits, like))
         found = scale, ratio, FLOOR * self.total(like).detach().expand(heads)

@@ -194,3 +194,31 @@ def test_runs_without_fitting_and_cannot_be_converted_back():
     assert model(torch.randint(1, 9, (2, N))).isfinite().all()
     with pytest.raises(ValueError, match="holds no queries and keys, only codes"):
         ecoformer.convert(model, "softmax")
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_compiles_once_for_all_temperatures(soft):
+    torch.compiler.reset()
+    module = layer().train()
+    start = SoftStart(module, steps=8 if soft else 0)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            x, y = tokens().requires_grad_(), tokens().requires_grad_()
+            out, expected = compiled(x), module(y)
+            torch.testing.assert_close(out, expected)
+            grads = [torch.autograd.grad(z.square().sum(), w)[0] for z, w in ((out, x), (expected, y))]
+            torch.testing.assert_close(*grads)
+            start.step()
+
+
+def test_exports_with_any_number_of_tokens():
+    module = layer()
+    program = torch.export.export(module, (tokens(),), dynamic_shapes=({1: torch.export.Dim("n", min=2)},))
+    torch.testing.assert_close(program.module()(tokens(n=29)), module(tokens(n=29)))
+
+
+def test_saves_and_loads(tmp_path):
+    model, ids = encoder().eval(), torch.randint(1, 9, (2, N))
+    ecoformer.save(model, tmp_path / "model.safetensors")
+    assert torch.equal(ecoformer.load(tmp_path / "model.safetensors").eval()(ids), model(ids))

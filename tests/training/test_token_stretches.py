@@ -25,6 +25,8 @@ LAYERS = {
     "klsh_eco": ("klsh_eco", {"support": 4}, False),
     "lsh_eco": ("lsh_eco", {"local": 3}, False),
     "bi_eco": ("bi_eco", {"local": 1}, False),
+    "sharp_eco": ("sharp_eco", {"local": 3}, False),
+    "sharp_eco-causal": ("sharp_eco", {}, True),
 }
 SIZES = {"vocabulary": 9, "length": 16, "dim": DIM, "depth": 2, "num_heads": 2, "hidden": 8, "dropout": 0.0}
 HASHED = {"attention": "eco", "attention_config": {"bits": 8, "support": 4, "local": 3}}
@@ -46,6 +48,8 @@ def layer(case):
     made = create_attention(name, DIM, 2, bits=8, **options).double()
     if made.local is not None:
         nn.init.normal_(made.local.weight)
+    if getattr(made, "key_weights", None) is not None:
+        nn.init.normal_(made.key_weights.weight)
     fit_hashers(made, [tokens_and_mask()[0]], group="alone", progress=False)
     return made
 

@@ -23,6 +23,10 @@ _SMALLEST = 2.0**-20
 """Of a learned beta or weight."""
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
 class LearnedAffinity(nn.Module):
     """Groups of bits whose beta and weight are learned, one of each for every head and group.
 
@@ -37,7 +41,7 @@ class LearnedAffinity(nn.Module):
 
     def forward(self) -> Affinity:
         """The affinity as it is now."""
-        beta, weight = torch.sigmoid(self.beta.float()), torch.softmax(self.weight.float(), dim=-1)
+        beta, weight = torch.sigmoid(_wide(self.beta)), torch.softmax(_wide(self.weight), dim=-1)
         return Affinity(beta.shape[1], beta.clamp_min(_SMALLEST), weight.clamp_min(_SMALLEST), check=False)
 
 
@@ -55,8 +59,8 @@ class KeyWeights(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (B, N, dim) to weights (B, H, N) in fp32."""
-        exponent = super().forward(x).float().clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+        """Tokens (B, N, dim) to weights (B, H, N), in fp32 or fp64."""
+        exponent = _wide(super().forward(x)).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
         rounded = exponent + (exponent.round() - exponent).detach()
         return torch.exp2(rounded).transpose(1, 2)
 
