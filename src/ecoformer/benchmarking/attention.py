@@ -38,7 +38,7 @@ _SLICE = 1024
 _DENSE = 1 << 26
 """Largest number of affinities that the dense reference computes."""
 _PAPER = ("eco", "sharp_eco", "klsh_eco", "lsh_eco", "bi_eco")
-"""Mechanisms that `reference.hash_attention` computes."""
+"""Mechanisms that the reference computes."""
 _MARGIN = 1e-4
 """Tokens whose projections are closer than this to a threshold are drawn again: rounding decides there."""
 SELF_CHECKS = (
@@ -116,7 +116,8 @@ def build_layer(mechanism: str, setting: Setting, **options: Any) -> Attention:
         layer = create_attention(mechanism, heads * dim, heads, **options)
     layer = layer.to(setting.device, setting.dtype).eval().requires_grad_(False)
     if isinstance(layer, HashedAttention):
-        samples = torch.randn(2, heads, 128, layer.hasher.head_dim, generator=torch.Generator().manual_seed(0))
+        shape = (2, heads, 128, layer.hasher.head_dim)
+        samples = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         layer.hasher.fit(samples.to(setting.device), options=QUICK_FIT)
     return layer
 
@@ -138,8 +139,8 @@ def contestants_of(layer: Attention, setting: Setting) -> list[Contestant]:
 def draw_inputs(setting: Setting, hashers: Sequence[Hasher] = ()) -> list[Tensor]:
     """Random q, k, v and gradient of the output.
 
-    No code of q or k depends on rounding: tokens whose projections are close to zero are drawn again and, for the
-    backward, those close to ±1, where the straight-through gradient stops.
+    No code of q or k depends on rounding: tokens whose projections are close to zero are drawn again and, for
+    the backward, those close to ±1, where the straight-through gradient stops.
     """
     generator = torch.Generator(setting.device).manual_seed(0)
 

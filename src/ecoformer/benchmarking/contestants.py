@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ecoformer.attention import Attention, SoftmaxAttention
+from ecoformer.attention import Attention, HashedAttention, SoftmaxAttention
 from ecoformer.backends.choice import available, use_backend, why_not
 from ecoformer.backends.fused import DTYPES, FusedCall
 from ecoformer.benchmarking.results import Check
