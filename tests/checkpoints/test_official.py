@@ -12,7 +12,7 @@ import released
 import torch
 
 from ecoformer import CheckpointError, hashers_of, reference
-from ecoformer.checkpoints.official import _nearest, load_official, recognise, rename
+from ecoformer.checkpoints.official import _describe, load_official, recognise, rename
 
 ONE = (1, 1, 1, 1)
 B0_HEADS = (1, 2, 5, 8)
@@ -94,7 +94,7 @@ class TestRecognise:
             "num_heads": (2, 4, 8, 16) if twins else B0_HEADS,
             "mlp_ratios": facts.ratios,
         }
-        assert _nearest(family, arguments) == f"ecoformer_{variant}"
+        assert _describe(family, arguments)["model"]["name"] == f"ecoformer_{variant}"
 
     def test_sizes_that_were_not_released(self):
         state = checkpoint(bits=8, support=13, in_chans=1, num_classes=3, depths=(1, 2, 3, 1))
@@ -102,7 +102,7 @@ class TestRecognise:
         assert arguments["attention_config"] | {"bits": 8, "support": 13} == arguments["attention_config"]
         assert (arguments["in_chans"], arguments["num_classes"]) == (1, 3)
         assert arguments["depths"] == (1, 2, 3, 1)
-        assert _nearest(family, arguments) == "ecoformer_pvt_v2_b0"
+        assert _describe(family, arguments)["model"]["name"] == "ecoformer_pvt_v2_b0"
 
     def test_the_originals_with_spatial_reduction_are_sent_to_timm(self):
         state = without(checkpoint(mechanism="softmax"), "block1.0.attn.qkv")

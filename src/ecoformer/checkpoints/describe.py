@@ -196,7 +196,7 @@ def _transformers(name: str, config: dict[str, Any], attention: str | None) -> n
 def structure(model: nn.Module, *, ours_only: bool = False) -> Structure:
     """The class and the plain attributes of every module, by name; `ours_only`: of our own classes."""
     return {
-        name: {"class": _class(module)} | _attributes(module)
+        name: _attributes(module)
         for name, module in model.named_modules()
         if not ours_only or (type(module).__module__.startswith("ecoformer.") and name)
     }
@@ -217,12 +217,8 @@ def difference(ours: Structure, theirs: Structure) -> str | None:
     return None
 
 
-def _class(module: nn.Module) -> str:
-    name = type(module).__qualname__
-    return "Identity" if name in ("DropPath", "Dropout") else name
-
-
 def _attributes(module: nn.Module) -> dict[str, Any]:
+    name = type(module).__qualname__
     skipped = _IGNORED if list(module.parameters(recurse=False)) else _IGNORED | _RATES
     found = {key: value for key, value in vars(module).items() if key[:1] != "_" and key not in skipped}
     functions = {
@@ -230,7 +226,8 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
         for key, value in found.items()
         if inspect.isbuiltin(value) or inspect.isfunction(value)
     }
-    return functions | {key: value for key, value in found.items() if _is_plain(value)}
+    plain = {key: value for key, value in found.items() if _is_plain(value)}
+    return {"class": "Identity" if name in ("DropPath", "Dropout") else name} | functions | plain
 
 
 def _is_plain(value: Any) -> bool:

@@ -262,14 +262,8 @@ def _describe(family: Family, arguments: dict[str, Any]) -> dict[str, Any]:
         # timm's last stage has windows of 7 x 7; the released one sees the complete image at every size.
         layers = [f"blocks.3.{i}.attn" for i in range(arguments["depths"][-1])]
         conversions = [{"mechanism": "softmax", "layers": {layer: {} for layer in layers}}]
-    model = {"library": "timm", "name": _nearest(family, arguments), "arguments": arguments}
+    sizes = importlib.import_module(f"ecoformer.models.{family}").SIZES
+    # The timm name of the model, or of the most similar one of its family.
+    name = max(sizes, key=lambda n: sum(sizes[n][key] == arguments[key] for key in ("embed_dims", "depths")))
+    model = {"library": "timm", "name": f"ecoformer_{name}", "arguments": arguments}
     return {"model": model, "conversions": conversions}
-
-
-def _nearest(family: Family, arguments: dict[str, Any]) -> str:
-    """The timm name of the model, or of the most similar one of its family."""
-    alike = {
-        name: sum(variant[key] == arguments[key] for key in ("embed_dims", "depths"))
-        for name, variant in importlib.import_module(f"ecoformer.models.{family}").SIZES.items()
-    }
-    return f"ecoformer_{max(alike, key=lambda name: alike[name])}"

@@ -169,7 +169,11 @@ def _replace(
     """Build all new layers before any is put in place, so that an error leaves the model as it was."""
     new = [_new_layer(model, cls, f, s) for f, s in zip(chosen, settings, strict=True)]
     pairs = [(f, cast(Attention, mechanism_in(layer))) for f, layer in zip(chosen, new, strict=True)]
-    replaced, notes = [_report(*pair) for pair in pairs], _notes(model, pairs)
+    replaced, notes = [], _notes(model, pairs)
+    for f, attention in pairs:
+        kept = shared_parts(f.inner, attention) if isinstance(f.inner, Attention) else []
+        left_behind = tuple(name for name in f.left_behind if name not in kept)
+        replaced.append(ReplacedLayer(f.name, f.kind, attention.dim, attention.num_heads, left_behind))
     for f, layer in zip(chosen, new, strict=True):
         _put(model, f.layer, layer)
     layers = {f.name: s for f, s in zip(chosen, settings, strict=True)}
@@ -277,12 +281,6 @@ def _put(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
         for name, child in list(owner._modules.items()):
             if child is old:
                 setattr(owner, name, new)
-
-
-def _report(found: Found, new: Attention) -> ReplacedLayer:
-    kept = shared_parts(found.inner, new) if isinstance(found.inner, Attention) else []
-    left_behind = tuple(name for name in found.left_behind if name not in kept)
-    return ReplacedLayer(found.name, found.kind, new.dim, new.num_heads, left_behind)
 
 
 def _notes(model: nn.Module, pairs: list[tuple[Found, Attention]]) -> list[str]:

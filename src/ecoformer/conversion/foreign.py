@@ -120,10 +120,6 @@ def _refuse_transformers(layer: Any) -> str | None:
     return None
 
 
-def _batch_first(layer: nn.MultiheadAttention) -> dict[str, Any]:
-    return {"batch_first": layer.batch_first}
-
-
 def _timm_image(model: Any) -> ImageGrid | None:
     """Only ViT is known to keep one grid in all layers."""
     is_vit = any(cls.__name__ == "VisionTransformer" for cls in type(model).__mro__)
@@ -177,4 +173,9 @@ for _module, _class in _TRANSFORMERS.items():
         refuse=_refuse_transformers,
         image=_transformers_image if _class in _ONE_GRID else None,
     )
-register_conversion(nn.MultiheadAttention, projections=projections_of, call=call_multihead, bind=_batch_first)
+register_conversion(
+    nn.MultiheadAttention,
+    projections=projections_of,
+    call=call_multihead,
+    bind=lambda layer: {"batch_first": layer.batch_first},
+)

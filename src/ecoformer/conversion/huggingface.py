@@ -23,7 +23,8 @@ def record_in_config(model: nn.Module, record: dict[str, Any]) -> list[str]:
         layers = {n[len(prefix) :]: s for n, s in record["layers"].items() if n.startswith(prefix)}
         if not layers:
             continue
-        before = _as_dict(getattr(part.config, "quantization_config", None))
+        before: Any = getattr(part.config, "quantization_config", None) or {}
+        before = before if isinstance(before, dict) else before.to_dict()
         if before.get("quant_method", METHOD) != METHOD:
             notes.append(
                 f"the config of {type(part).__name__} describes another quantisation: save_pretrained would "
@@ -50,12 +51,6 @@ def _pretrained_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
         if isinstance(module, library.PreTrainedModel) and not (inside and prefix.startswith(inside)):
             inside = (*inside, prefix)
             yield prefix, module
-
-
-def _as_dict(config: Any) -> dict[str, Any]:
-    if config is None or isinstance(config, dict):
-        return dict(config or {})
-    return dict(config.to_dict())
 
 
 def register_with_transformers() -> None:

@@ -85,11 +85,9 @@ def find_layers(model: nn.Module) -> list[Found]:
             if layer.known:
                 inside = f"{name}." if name else ""
     # An unknown class that holds other attention layers is a wrapper with "attention" in its name.
-    return [f for f in found if f.known or not any(_is_inside(other, f) for other in found)]
-
-
-def _is_inside(inner: Found, outer: Found) -> bool:
-    return inner is not outer and inner.name.startswith(f"{outer.name}." if outer.name else "")
+    starts = {f.name: f"{f.name}." if f.name else "" for f in found}
+    outer = {f.name for f in found for g in found if g is not f and g.name.startswith(starts[f.name])}
+    return [f for f in found if f.known or f.name not in outer]
 
 
 def _examine(name: str, module: nn.Module) -> Found | None:

@@ -208,7 +208,7 @@ def _whitening(features: Tensor, tokens: Tensor, noise: Tensor) -> Tensor:
     those of two support samples that are the same token. The strongest stay, however weak they are.
     """
     square = (features.mT @ features).double() / tokens.view(-1, 1, 1)
-    exact = torch.stack([_gram(head.double()) for head in features]) / tokens.view(-1, 1, 1)
+    exact = torch.stack([wide.mT @ wide for wide in map(Tensor.double, features)]) / tokens.view(-1, 1, 1)
     used = _above_noise(torch.linalg.eigvalsh(exact), noise)
     # Sums in fp32 cannot tell a weak direction from a missing one; they suffice where none is missing.
     square = torch.where(used.all(dim=-1).view(-1, 1, 1), square, exact)
@@ -217,10 +217,6 @@ def _whitening(features: Tensor, tokens: Tensor, noise: Tensor) -> Tensor:
     size = torch.where(used, values.clamp_min(least).rsqrt(), 0)
     basis: Tensor = vectors * size.unsqueeze(-2)
     return basis.to(features.dtype)
-
-
-def _gram(x: Tensor) -> Tensor:
-    return x.mT @ x
 
 
 def _above_noise(variances: Tensor, noise: Tensor) -> Tensor:

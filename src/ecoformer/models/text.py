@@ -266,18 +266,11 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def _check_tokens(name: str, tokens: Tensor, length: int) -> None:
-    if not isinstance(tokens, Tensor):
-        raise TypeError(
-            f"{name} must be a tensor of token ids (B, N), got {type(tokens).__name__}: byte_tokens makes it"
-        )
-    if tokens.ndim != 2 or tokens.shape[1] < 1:
+    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
+        got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise TypeError(f"{name} must be token ids (B, N) of int64, as byte_tokens makes them, got {got}")
+    if tokens.ndim != 2 or not 1 <= tokens.shape[1] <= length:
         raise ValueError(
-            f"{name} must be (B, N) with N >= 1, got {shape(tokens)}: one text is a batch of one, an empty "
-            "text one token of padding"
-        )
-    if tokens.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{name} must be token ids of int64, got {tokens.dtype} {shape(tokens)}")
-    if tokens.shape[1] > length:
-        raise ValueError(
-            f"{name} {shape(tokens)} has more tokens than length={length}: truncate it, or raise length"
+            f"{name} must be (B, N) with N from 1 to length={length}, got {shape(tokens)}: truncate texts "
+            "or raise length"
         )
