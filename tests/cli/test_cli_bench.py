@@ -113,8 +113,8 @@ def test_graphs_without_a_gpu(cli, command):
         (("model", "test_vit", "--tokens", "64"), "cannot take an input of (1, 64)"),
         (("attention", "--energy", "--device", "cpu"), "--energy needs an NVIDIA GPU, got cpu"),
         (("attention", "--mechanisms", ","), "--mechanisms takes names"),
-        (("attention", "--device", "cuda:7"), "--device cuda:7: PyTorch sees"),
-        (("attention", "--device", "tpu"), "--device must be cpu, cuda or cuda:N"),
+        (("attention", "--device", "cuda:7"), "--device must be one of cpu, cuda"),
+        (("attention", "--device", "tpu"), "--device must be one of cpu, cuda"),
         (
             ("model", "test_vit", "--resolution", "100"),
             "cannot take an input of (1, 3, 100, 100): Input height (100)",

@@ -21,17 +21,6 @@ def test_the_readme_quotes_what_is_saved_against_the_model_as_it_is():
     assert f"{saved[1]:.0%}" in text
 
 
-def test_softmax_over_all_tokens_is_said_to_be_dearer_than_the_model(run):
-    def noted(model, compare):
-        out = run("cost", model, "--compare", compare, "--resolution", "64")[1]
-        return "softmax attends to all tokens; the model as it is takes " in out
-
-    assert noted("pvt_v2_b0", "softmax,eco")
-    assert not noted("pvt_v2_b0", "native,softmax,eco")
-    assert not noted("pvt_v2_b0", "eco")
-    assert not noted("vit_tiny_patch16_224", "softmax,eco")
-
-
 def test_small_models_are_counted_in_millions(run, tmp_path):
     path = ecoformer.save(TextEncoder(length=64, dim=16, hidden=16), tmp_path / "small.safetensors")
     out = run("cost", str(path), "--compare", "softmax,eco", "--tokens", "64")[1]

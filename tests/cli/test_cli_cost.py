@@ -23,6 +23,7 @@ def test_side_by_side(run):
     assert both["eco"]["total"]["mul"] == 535392840
     _, out, _ = run("cost", "pvt_v2_b0", "--compare", "softmax,eco", "--accounting", "exact")
     assert [line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")] == [
+        "native",
         "softmax",
         "eco",
     ]
@@ -38,7 +39,7 @@ def test_settings_go_to_the_mechanisms_that_have_them(run):
     usual = json.loads(run(*common)[1])
     more = {name: ledger["total"]["mul"] - few[name]["total"]["mul"] for name, ledger in usual.items()}
     rows = 2 * (256 + 2 * 64 + 5 * 16)  # tokens of all heads, two layers a stage
-    assert more == {"softmax": 0, "linformer": rows * 240 * 129, "eco": rows * 15 * 18}
+    assert more == {"native": 0, "softmax": 0, "linformer": rows * 240 * 129, "eco": rows * 15 * 18}
 
 
 def test_sweeps(run):

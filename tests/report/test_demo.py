@@ -36,13 +36,11 @@ def test_both_models_are_trained_and_compared(demo):
     assert result.saved == pytest.approx(1 - energies[1] / energies[0])
     assert results[1]["recipe"]["start"] == str(folder / "softmax" / "model.safetensors")
     assert results[1]["recipe"]["teacher"]["checkpoint"] == results[1]["recipe"]["start"]
-    assert all("latency of 16" in row for row in result.rows)
     assert len([line for line in lines if line[0].isdigit()]) == 3
     assert result.page.read_text().count("<svg") == 2
 
 
-def test_what_is_finished_is_not_done_again(demo, monkeypatch):
-    monkeypatch.setattr("ecoformer.report.demo._latencies", lambda *args: {"softmax": 1.0, "eco": 1.0})
+def test_what_is_finished_is_not_done_again(demo):
     result, _, folder = demo
     files = [folder / name / "model.safetensors" for name in ("softmax", "eco")]
     before = [file.stat().st_mtime_ns for file in files]

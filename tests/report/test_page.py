@@ -55,8 +55,7 @@ def test_a_run_is_read_back(tmp_path):
     run = read_run(make_run(tmp_path / "first"))
     assert (run.name, run.mechanism, run.accuracy) == ("first", "eco", 0.9)
     assert run.cost()["energy_pj"] == 2e6
-    assert run.curve("train", "loss") == [(5, 1.0)]
-    assert run.curve("test", "accuracy") == [(10, 0.9)]
+    assert [m["step"] for m in run.metrics] == [5, 10]
 
 
 def test_folders_without_a_run_are_named(tmp_path):
@@ -70,25 +69,22 @@ def test_folders_without_a_run_are_named(tmp_path):
 
 def test_the_table_has_units_that_suit_the_numbers(tmp_path):
     small, large = (read_run(make_run(tmp_path / n, energy=e)) for n, e in (("a", 2.5e6), ("b", 3.21e9)))
-    rows = table_rows([small, large], {"b": {"latency": "3 ms"}})
+    rows = table_rows([small, large])
     assert [row["energy (paper)"] for row in rows] == ["2.5 µJ", "3.21 mJ"]
     assert rows[0]["multiplications"] == "1.5 M"
-    assert "latency" not in rows[0]
-    assert rows[1]["latency"] == "3 ms"
 
 
 def test_a_page_is_well_formed_and_stands_alone(tmp_path):
     runs = [read_run(make_run(tmp_path / name, name, a)) for name, a in (("softmax", 0.91), ("eco", 0.9))]
-    rows = table_rows(runs, {"eco": {"latency": "1 < 2"}})
     page = tmp_path / "new" / "page.html"
-    write_page(page, "A <title>", "Lead & more", runs, rows, note="note")
+    write_page(page, "A <title>", "Lead & more", runs, "note")
     text = page.read_text()
     parser = Balanced()
     parser.feed(text)
     assert parser.open == []
     assert text.count("<svg") == 2
     shown = "".join(parser.texts)
-    for words in ("A <title>", "Lead & more", "1 < 2", "<b>bold</b>", "91.00%", "note"):
+    for words in ("A <title>", "Lead & more", "<b>bold</b>", "91.00%", "note"):
         assert words in shown
     for outside in ("src=", "@import", "url(http", "<script", "<link"):
         assert outside not in text
@@ -96,11 +92,11 @@ def test_a_page_is_well_formed_and_stands_alone(tmp_path):
 
 def test_pages_are_html_files(tmp_path):
     with pytest.raises(ValueError, match=r"page\.pdf"):
-        write_page(tmp_path / "page.pdf", "title", "lead", [], [])
+        write_page(tmp_path / "page.pdf", "title", "lead", [])
 
 
 @pytest.mark.parametrize("name", ["$x$", "$\\frac$", "a $ b", "50% <of> $5$ & _x^"])
 def test_names_are_not_taken_for_formulas(name, tmp_path):
     run = read_run(make_run(tmp_path / name))
-    write_page(tmp_path / "page.html", "Runs", "lead", [run], table_rows([run]))
+    write_page(tmp_path / "page.html", "Runs", "lead", [run])
     assert html.escape(name) in (tmp_path / "page.html").read_text()

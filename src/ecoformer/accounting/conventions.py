@@ -1,28 +1,14 @@
 """What one ATen operator costs: the conventions of the exact accounting.
 
-Arithmetic; n is the number of output elements unless stated otherwise:
+Arithmetic; `RULES` lists every operator:
 - matrix products and convolutions: M N K mul and M N K add; a bias is one add an output;
-- mul, div, reciprocal: n mul; add, sub: n add (with `alpha` other than 1 also n mul);
-- sum, cumsum: one add an input; mean: also one mul an output;
-- var over n: mean (n add, 1 mul), centring (n add), mean of squares (n mul, n add, 1 mul); std: also a root;
-- pow: k - 1 mul for a whole k, one mul more (a division) for k < 0; any other power: one exp;
-- exp, log, sin, cos, tanh, erf, sqrt, rsqrt: n exp, all transcendental functions alike;
-- neg, abs: nothing, they touch the sign bit;
-- comparisons, each bound of a clamp, where, masked_fill, sign, rounding, logical operators: n compare;
-- max, min, argmax, any, all: one compare an input;
-- sort, topk: n ceil(log2 n) compare over n numbers;
-- bit-wise operators and shifts: n shift;
-- gather, index, embedding, scatter: one lookup an element moved (scatter_add, index_add: also one add);
+- transcendental functions are one exp each; a division is one mul; neg and abs cost nothing;
+- comparisons, selections, signs and rounding are one compare each, sorting n ceil(log2 n);
 - softmax over n: n compare (maximum), n add, n exp, n add (sum), n mul (division);
-- log_softmax over n: n compare, n add, n exp, n add, 1 exp (log), n add;
-- logsumexp over n: n compare, n add, n exp, n add, 1 exp (log), 1 add;
 - layer_norm, group_norm over n: mean (n add, 1 mul), centring (n add), variance (n mul, n add, 1 mul),
   epsilon (1 add), root (1 exp), scaling (n mul); a weight is n mul, a bias n add;
 - batch_norm in eval: 2 mul and 2 add an element; epsilon (1 add) and root (1 exp) a channel;
-- Euclidean norm over n: n mul, n add, 1 exp (root);
-- sigmoid: exp, add, mul (division); silu: one mul more; gelu: 3 mul, add, exp (tanh: 6 mul, 2 add, exp);
-- average pooling: one add a window element, one mul an output; maximum: one compare a window element;
-- upsampling: one lookup an output; bilinear: 4 lookup, 4 mul, 3 add;
+- gather, index, embedding, scatter: one lookup an element moved (scatter_add, index_add: also one add);
 - attention (SDPA): products of queries and keys, their scaling (one mul a pair), softmax, weighted sum; a
   mask is one add a pair, one compare if it is bool. Masked and causal pairs count, whichever kernel runs.
 
@@ -33,7 +19,7 @@ Traffic in bytes: every tensor operand is read once and every output is written 
 - Views and metadata are free. Copies (clone, cat, pad, casts) and fills move bytes and do nothing else.
 - Attention is one fused operator: its scores never reach memory.
 
-The tables below list every operator with a rule. Others are reported as uncounted, never skipped.
+Operators without a rule are reported as uncounted, never skipped.
 """
 
 from __future__ import annotations

@@ -6,12 +6,11 @@
 
 from .array import BitFusion, EnergyTable
 from .model import ModelResult, simulate_layer, simulate_model
-from .paper_table import PRINTED_WORK, printed_table
+from .paper_table import printed_table
 from .simulation import PAPER_ARRAY, Result, Total, simulate, simulate_all
 
 __all__ = [
     "PAPER_ARRAY",
-    "PRINTED_WORK",
     "BitFusion",
     "EnergyTable",
     "ModelResult",

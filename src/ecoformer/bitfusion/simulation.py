@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ecoformer.operations import Convolution, Product
 
 from .array import BitFusion, EnergyTable, check_positive
-from .tiling import LOOPS, Bits, Op, Problem, Schedule, check_buffers, least_cycles, lower, schedules, tiles
+from .tiling import LOOPS, Bits, Op, Problem, Schedule, lower, schedules, tiles
 
 Work = list[tuple[Op, Bits]]
 """Operations, and the bits of their two operands."""
@@ -112,12 +112,6 @@ class Result(Total):
     stationary: str
     repeats: int
 
-    @property
-    def utilisation(self) -> float:
-        """Products computed, as a share of what the array could compute in that time at these precisions."""
-        per_cycle = self.array.fusion(*self.bits)
-        return self.op.macs / (self.cycles * per_cycle * self.array.inputs * self.array.outputs)
-
     def to_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""
         tiling = {
@@ -126,7 +120,7 @@ class Result(Total):
             "stationary": self.stationary,
             "repeats": self.repeats,
         }
-        own = {"op": asdict(self.op), "bits": self.bits, "utilisation": self.utilisation, "tiling": tiling}
+        own = {"op": asdict(self.op), "bits": self.bits, "tiling": tiling}
         return super().to_dict() | own
 
 
@@ -174,10 +168,8 @@ def simulate_all(work: Iterable[tuple[Op, Bits]], array: BitFusion = PAPER_ARRAY
 
 @lru_cache(maxsize=8192)
 def _simulate(op: Op, bits: Bits, array: BitFusion) -> Result:
-    problems = lower(op, bits, array)
-    check_buffers(problems[0][0], array)
     results = []
-    for problem, repeats in problems:
+    for problem, repeats in lower(op, bits, array):
         best = _best(problem, array)
         if best is not None:
             schedule, energy, stationary = best
@@ -190,6 +182,8 @@ def _simulate(op: Op, bits: Bits, array: BitFusion) -> Result:
                 DramBits(*(repeats * stream.total for stream in streams)),
             )
             results.append(Result(array, *total, op, bits, schedule, stationary, repeats))
+    if not results:
+        raise ValueError(f"no tile of {op} fits the buffers of this array: make them larger")
     return min(results, key=lambda result: (result.cycles, result.energy_nj))
 
 
@@ -199,19 +193,15 @@ def _best(problem: Problem, array: BitFusion) -> tuple[Schedule, EnergyParts, st
 
     None if no tile fits the buffers.
     """
-    width = array.dram_bits_per_cycle
     found: tuple[Schedule, EnergyParts, str] | None = None
     fewest, least = 0, 0.0
     for tile in tiles(problem, array):
-        if found and least_cycles(tile, width) > fewest:
-            continue
         for schedule in schedules(tile, array):
-            cycles = sum(schedule.cycles(width))
-            if found and cycles > fewest:
-                continue
-            energy, stationary = _energy(schedule, problem.bits, array)
-            if found is None or (cycles, sum(energy)) < (fewest, least):
-                found, fewest, least = (schedule, energy, stationary), cycles, sum(energy)
+            cycles = sum(schedule.cycles(array.dram_bits_per_cycle))
+            if found is None or cycles <= fewest:
+                energy, stationary = _energy(schedule, problem.bits, array)
+                if found is None or (cycles, sum(energy)) < (fewest, least):
+                    found, fewest, least = (schedule, energy, stationary), cycles, sum(energy)
     return found
 
 

@@ -143,15 +143,6 @@ def schedules(tile: Tile, array: BitFusion) -> Iterator[Schedule]:
             yield Schedule(tile, order, *streams)
 
 
-def least_cycles(tile: Tile, width: int) -> int:
-    """A lower bound on the cycles of a tile in any order, to skip orders that cannot win."""
-    first = tile.weights + tile.activations + tile.sums
-    busy = tile.cycles * tile.tiles + _ceil(first, width) + _ceil(tile.sums, width)
-    rows, inputs, outputs = tile.trips
-    weights, activations = tile.weights * inputs * outputs, tile.activations * rows * inputs
-    return max(busy, _ceil(weights + activations + 2 * tile.sums * rows * outputs, width))
-
-
 def capacities(array: BitFusion) -> dict[str, int]:
     """Bits of each stream that can be computed on: half the buffer, as the other half is being filled."""
     return {
@@ -159,25 +150,6 @@ def capacities(array: BitFusion) -> dict[str, int]:
         "activations": 4 * array.activation_buffer,
         "sums": 4 * array.output_buffer,
     }
-
-
-def check_buffers(problem: Problem, array: BitFusion) -> None:
-    """Refuse buffers that cannot hold the smallest tile: one channel, one row, one line of outputs."""
-    lanes = array.inputs * array.fusion(*problem.bits)
-    outputs = min(problem.outputs, array.outputs)
-    pixels = min(part.pixels for part in problem.row_tiles)
-    needs = {
-        "weight_buffer": _ceil(problem.taps, lanes) * lanes * outputs * problem.bits[1],
-        "activation_buffer": pixels * problem.bits[0],
-        "output_buffer": array.outputs * array.output_bits,
-    }
-    for name, bits in needs.items():
-        size, least = getattr(array, name), _ceil(bits, 4)
-        if size < least:
-            raise ValueError(
-                f"BitFusion.{name}={size} bytes is too small for the smallest tile of this operation, which "
-                f"must fit half of it: make it at least {least} bytes"
-            )
 
 
 def _traffic(

@@ -177,12 +177,9 @@ def _mechanisms(option: str, text: str, also: Sequence[str]) -> list[str]:
 def _device(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
-    count = torch.cuda.device_count()
-    if kind == "cuda" and int(index or 0) >= count:
-        raise ValueError(f"--device {name}: PyTorch sees {count} CUDA devices; use --device cpu")
+    known = ["cpu", "cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if name not in known or (name == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"--device must be one of {', '.join(known)} that PyTorch sees, got {name!r}")
     return torch.device(name)
 
 

@@ -22,7 +22,7 @@ def cost(
     compare: Annotated[
         str | None,
         typer.Option(
-            help="Mechanisms side by side: `softmax,performer,eco`; `native` is the model as it is."
+            help="Mechanisms side by side, beside the model as it is (`native`): `softmax,performer,eco`."
         ),
     ] = None,
     settings: common.Settings = None,
@@ -54,6 +54,8 @@ def cost(
     inputs = f"--sweep {over}" if over in common.INPUTS else None
     common.exclude(("--resolution", resolution), ("--tokens", tokens), (str(inputs), inputs))
     names = [attention or NATIVE] if compare is None else common.names_in(compare, "--compare")
+    if compare is not None and sweep is None:
+        names = list(dict.fromkeys((NATIVE, *names)))
     chosen = common.parse_settings(settings or [])
     common.check_settings(names, chosen)
     size: dict[str, Any] = {"resolution": resolution, "tokens": tokens}
@@ -72,22 +74,11 @@ def cost(
         ledgers = {name: ledger_of(name) for name in names}
         if as_json:
             common.print_json({name: ledger.to_dict() for name, ledger in ledgers.items()})
-            return
-        _print([({"attention": name}, ledger) for name, ledger in ledgers.items()])
-        if "softmax" in ledgers and NATIVE not in ledgers:
-            _note_cheaper_model(ledgers["softmax"], ledger_of(NATIVE))
+        else:
+            _print([({"attention": name}, ledger) for name, ledger in ledgers.items()])
     else:
         ledger = ledger_of(names[0])
         typer.echo(ledger.to_json() if as_json else ledger)
-
-
-def _note_cheaper_model(softmax: Ledger, native: Ledger) -> None:
-    """Softmax over all tokens may replace cheaper attention, such as attention to fewer keys."""
-    if native.energy_pj < 0.99 * softmax.energy_pj:
-        share = f"{native.energy_pj / softmax.energy_pj:.0%}"
-        typer.echo(
-            f"softmax attends to all tokens; the model as it is takes {share} of its energy: --compare native"
-        )
 
 
 def _print(rows: list[tuple[dict[str, Any], Ledger]]) -> None:

@@ -41,30 +41,33 @@ def info(
         if model is not None:
             raise ValueError("--check tests this machine: leave the model out")
         _check(as_json)
-        return
-    if model is None:
+    elif model is None:
         facts = {"versions": versions(), "backends": backends(), "mechanisms": list_attentions()}
         print_json(facts) if as_json else _show_machine(facts)
-        return
-    source = open_model(model)
-    facts = {"model": source.what} | describe(source.model)
-    print_json(facts) if as_json else _show_model(facts)
+    else:
+        source = open_model(model)
+        facts = {"model": source.what} | describe(source.model)
+        print_json(facts) if as_json else _show_model(facts)
 
 
 def _check(as_json: bool) -> None:
     """Compare the backends; the exit status is 1 if one is wrong."""
-    names = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    rows = [
-        row
-        for name in names
-        for row in check_backends(torch.device(name), progress=partial(typer.echo, err=True))
-    ]
+    rows: list[Row] = []
+    for name in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        rows += check_backends(torch.device(name), progress=partial(typer.echo, err=True))
     if as_json:
         print_json([row.to_dict() for row in rows])
     elif not rows:
         typer.echo("no fused backend can run here (`ecoformer info` says why); eager needs no check")
     else:
-        _show_checks(rows)
+        table = Table("backend", "shape", "bits, support", "dtype", "compared", "error", "bound", "")
+        for row in rows:
+            facts, held = row.setting, row.checked
+            what = ("gradients" if facts["backward"] else "output") + (", causal" if facts["causal"] else "")
+            numbers = ("", "") if held is None else (f"{held.error:.1e}", f"{held.bound:.1e}")
+            sizes = ", ".join(map(str, facts["shape"])), f"{facts['bits']}, {facts['support']}"
+            table.add_row(row.backend, *sizes, facts["dtype"], what, *numbers, row.failure or "right")
+        plain_console().print(table)
     if any(row.wrong for row in rows):
         raise typer.Exit(1)
 
@@ -91,19 +94,9 @@ def backends() -> dict[str, str]:
             reason = cannot_on(name, device) if here else gpu
             found[name] = f"can run on {device}" if reason is None else f"cannot run: {reason}"
         if here:
-            found[f"for {device}"] = _chosen(device, asked)
+            first = asked if asked in available(device) else "eager" if asked else available(device)[0]
+            found[f"for {device}"] = f"{first} ({VARIABLE}={asked})" if asked else str(first)
     return found
-
-
-def _chosen(device: str, asked: str | None) -> str:
-    if asked is not None:
-        able = asked in available(device)
-        why = f"{VARIABLE} asks for it" if able else f"{VARIABLE} asks for {asked}, which cannot run there"
-        return f"{asked if able else 'eager'} ({why})"
-    first = available(device)[0]
-    if first == "eager":
-        return "eager (no fused backend can run)"
-    return f"{first} (fused from tokens to output; eager runs what it cannot)"
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
@@ -116,14 +109,12 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 
 def _layer(found: Found) -> dict[str, Any]:
-    inner = found.inner
     facts: dict[str, Any] = {"name": found.name, "attention": found.kind}
     if found.source is not None:
         facts |= {"dim": found.source.dim, "heads": found.source.num_heads}
-    hasher = getattr(inner, "hasher", None)
+    hasher, local = (getattr(found.inner, name, None) for name in ("hasher", "local"))
     if hasher is not None:
         facts |= {"bits": hasher.bits, "fitted": bool(hasher.fitted)}
-    local = getattr(inner, "local", None)
     if isinstance(local, nn.Module) and hasattr(local, "size"):
         facts["local"] = local.size
     if found.refusal is not None:
@@ -141,28 +132,13 @@ def _show_machine(facts: dict[str, Any]) -> None:
     plain_console().print(table)
 
 
-def _show_checks(rows: list[Row]) -> None:
-    table = Table("backend", "shape", "bits, support", "dtype", "compared", "error", "bound", "")
-    for row in rows:
-        facts, held = row.setting, row.checked
-        what = ("gradients" if facts["backward"] else "output") + (", causal" if facts["causal"] else "")
-        numbers = ("", "") if held is None else (f"{held.error:.1e}", f"{held.bound:.1e}")
-        sizes = ", ".join(map(str, facts["shape"])), f"{facts['bits']}, {facts['support']}"
-        table.add_row(row.backend, *sizes, facts["dtype"], what, *numbers, row.failure or "right")
-    plain_console().print(table)
-
-
 def _show_model(facts: dict[str, Any]) -> None:
     console = plain_console()
     console.print(f"{facts['model']}: {facts['class']}, {facts['parameters']:,} parameters", soft_wrap=True)
     # --layers takes these names: do not cut them.
     table = Table(Column("layer", overflow="fold"), "attention", "channels", "heads", "more")
     for layer in facts["layers"]:
-        more = {k: v for k, v in layer.items() if k not in ("name", "attention", "dim", "heads")}
-        if "fitted" in more:
-            more["fitted"] = "yes" if more["fitted"] else "no"
-        text = ", ".join(f"{key}: {value}" for key, value in more.items())
-        table.add_row(
-            layer["name"], layer["attention"], str(layer.get("dim", "")), str(layer.get("heads", "")), text
-        )
+        columns = ("name", "attention", "dim", "heads")
+        more = ", ".join(f"{key}: {value}" for key, value in layer.items() if key not in columns)
+        table.add_row(*(str(layer.get(key, "")) for key in columns), more)
     console.print(table)

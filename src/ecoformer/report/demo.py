@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ecoformer.benchmarking import Work, time_contestants
 from ecoformer.checkpoints import load
 from ecoformer.conversion import convert
 from ecoformer.data.splits import Splits
@@ -21,7 +18,6 @@ from ecoformer.training.batches import Task
 from ecoformer.training.folder import RunFolder
 from ecoformer.training.run import load_splits
 
-LATENCY_BATCH = 16
 FINE_TUNING = ("schedule.epochs=5", "optimiser.lr=1e-3", "teacher.weight=0.5")
 
 
@@ -93,22 +89,17 @@ def run_demo(
     progress(f"3. fine-tuning for {recipe.schedule.epochs} epochs with the softmax model as the teacher")
     eco = _run(recipe, folder / "eco", splits, show)
     progress(f"   accuracy {eco.accuracy:.2%}")
-    latencies = _latencies(folder, recipe, splits)
-    rows = table_rows(
-        [softmax, eco],
-        {name: {f"latency of {LATENCY_BATCH}": f"{ms:.1f} ms"} for name, ms in latencies.items()},
-    )
+    rows = table_rows([softmax, eco])
     saved = 1 - eco.cost()["energy_pj"] / softmax.cost()["energy_pj"]
     demo = Demo(rows, folder / "index.html", softmax.accuracy - eco.accuracy, saved, margin, unlearned)
     size, tested = recipe.augment.size, len(splits.test)
     note = (
         f"One seed, {tested} test images: one image is {1 / tested:.2%}. After conversion and fitting, "
         f"before fine-tuning, accuracy was {unlearned:.2%}. Operations and energy are for one image of "
-        f"{size} x {size} pixels; latency is the median of a batch of {LATENCY_BATCH} on this machine's CPU, "
-        f"{torch.get_num_threads()} threads, models in turn."
+        f"{size} x {size} pixels."
     )
     lead = f"{str(demo)[0].upper()}{str(demo)[1:]}."
-    write_page(demo.page, "Softmax to hashed attention", lead, [softmax, eco], rows, note=note)
+    write_page(demo.page, "Softmax to hashed attention", lead, [softmax, eco], note)
     return demo
 
 
@@ -120,23 +111,8 @@ def _run(recipe: Recipe, folder: Path, splits: Splits, show: bool) -> Run:
 
 def _converted_accuracy(checkpoint: Path, recipe: Recipe, splits: Splits) -> float:
     model = load(checkpoint)
-    inputs = _inputs(splits.train, recipe, splits, recipe.hashing.samples)
+    samples = torch.arange(min(recipe.hashing.samples, len(splits.train)))
+    inputs = Task(recipe, splits).test_batch(*splits.train.batch(samples))[0]
     convert(model, "eco", example=inputs[:1])
     fit_hashers(model, [inputs], samples=len(inputs), progress=False)
     return evaluate(model, recipe, splits)["accuracy"]
-
-
-def _latencies(folder: Path, recipe: Recipe, splits: Splits) -> dict[str, float]:
-    """Median milliseconds of a batch for both models, timed in turn."""
-    inputs = _inputs(splits.test, recipe, splits, LATENCY_BATCH)
-    models = {name: load(RunFolder(folder / name).model_file) for name in ("softmax", "eco")}
-    with torch.inference_mode():
-        works = {name: Work(partial(model, inputs)) for name, model in models.items()}
-        for work in works.values():
-            work()
-        timings = time_contestants(works, torch.device("cpu"), seconds=3.0)
-    return {name: timing.median_ms for name, timing in timings.items()}
-
-
-def _inputs(part: Any, recipe: Recipe, splits: Splits, count: int) -> torch.Tensor:
-    return Task(recipe, splits).test_batch(*part.batch(torch.arange(min(count, len(part)))))[0]

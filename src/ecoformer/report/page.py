@@ -54,10 +54,6 @@ class Run:
         """Multiplications, additions and energy of a sample."""
         return dict(self.result["cost"][accounting])
 
-    def curve(self, split: str, figure: str) -> list[tuple[int, float]]:
-        """(step, figure) over the run."""
-        return [(m["step"], m[figure]) for m in self.metrics if m.get("split") == split and figure in m]
-
 
 def read_run(path: str | Path) -> Run:
     """Read the finished run in a folder."""
@@ -76,22 +72,21 @@ def read_run(path: str | Path) -> Run:
     return run
 
 
-def table_rows(
-    runs: Sequence[Run], extra: Mapping[str, Mapping[str, str]] | None = None
-) -> list[dict[str, str]]:
+def table_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
     """One row for each run: accuracy, and operations and energy of one sample."""
     rows = []
     for run in runs:
         paper, exact = run.cost("paper"), run.cost("exact")
-        row = {
-            "model": run.name,
-            "accuracy": f"{run.accuracy:.2%}",
-            "multiplications": f"{paper['mul'] / 1e6:,.1f} M",
-            "additions": f"{paper['add'] / 1e6:,.1f} M",
-            "energy (paper)": _joules(paper["energy_pj"]),
-            "energy (exact)": _joules(exact["energy_pj"]),
-        }
-        rows.append(row | dict((extra or {}).get(run.name, {})))
+        rows.append(
+            {
+                "model": run.name,
+                "accuracy": f"{run.accuracy:.2%}",
+                "multiplications": f"{paper['mul'] / 1e6:,.1f} M",
+                "additions": f"{paper['add'] / 1e6:,.1f} M",
+                "energy (paper)": _joules(paper["energy_pj"]),
+                "energy (exact)": _joules(exact["energy_pj"]),
+            }
+        )
     return rows
 
 
@@ -99,15 +94,7 @@ def _joules(picojoules: float) -> str:
     return f"{picojoules / 1e6:,.1f} µJ" if picojoules < 1e9 else f"{picojoules / 1e9:,.2f} mJ"
 
 
-def write_page(
-    path: str | Path,
-    title: str,
-    lead: str,
-    runs: Sequence[Run],
-    rows: Sequence[Mapping[str, str]],
-    *,
-    note: str = "",
-) -> None:
+def write_page(path: str | Path, title: str, lead: str, runs: Sequence[Run], note: str = "") -> None:
     """Write the page; its folder is created if need be."""
     target = Path(path)
     if target.suffix != ".html":
@@ -119,7 +106,7 @@ def write_page(
         f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>',
         f"<h1>{html.escape(title)}</h1>",
         f'<p class="lead">{html.escape(lead)}</p>',
-        _table(rows),
+        _table(table_rows(runs)),
         f'<p class="quiet">{html.escape(note)}</p>',
         "<h2>Figures</h2>",
         _figure(accuracy_figure(points), "Test accuracy against energy per sample, paper accounting."),
@@ -133,12 +120,9 @@ def write_page(
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> str:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    body = "\n".join(
-        "<tr>" + "".join(f"<td>{html.escape(row.get(name, ''))}</td>" for name in names) + "</tr>"
-        for row in rows
-    )
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
+    cells = ("".join(f"<td>{html.escape(text)}</td>" for text in row.values()) for row in rows)
+    body = "\n".join(f"<tr>{row}</tr>" for row in cells)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
 
 
@@ -150,9 +134,9 @@ def _curves(runs: Sequence[Run]) -> Figure:
         wanted = (("train", "loss", "Training loss", 1.0), ("test", "accuracy", "Test accuracy (%)", 100.0))
         for axes, (split, name, label, factor) in zip(panels, wanted, strict=True):
             for i, run in enumerate(runs):
-                curve = run.curve(split, name)
-                steps, values = [step for step, _ in curve], [factor * value for _, value in curve]
-                axes.plot(steps, values, **look_of(run.mechanism, i) | {"label": run.name, "marker": "."})
+                own = [m for m in run.metrics if m.get("split") == split and name in m]
+                look = look_of(run.mechanism, i) | {"label": run.name, "marker": "."}
+                axes.plot([m["step"] for m in own], [factor * m[name] for m in own], **look)
             axes.set(xlabel="Step", ylabel=label)
             axes.grid(axis="y")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
