@@ -116,7 +116,7 @@ def test_the_search_equals_brute_force(array, op, bits):
 
 @pytest.mark.parametrize("array", ARRAYS)
 @given(op=OPS, bits=BITS)
-def test_parts_sum_up_and_the_tile_fits(array, op, bits):
+def test_parts_sum_up(array, op, bits):
     result = simulate(op, bits, array)
     plain = json.loads(json.dumps(result.to_dict()))
     assert plain["cycles"] == plain["compute_cycles"] + plain["stall_cycles"] == result.cycles
@@ -124,10 +124,6 @@ def test_parts_sum_up_and_the_tile_fits(array, op, bits):
     assert result.energy.core + result.energy.dram + result.energy.buffers == pytest.approx(result.energy_nj)
     assert result.energy.dram == pytest.approx(sum(plain["dram_bits"].values()) * array.energy.dram_bit / 1e3)
     assert plain["latency_s"] == result.cycles / array.frequency_hz
-    tile = result.schedule.tile
-    assert tile.weights <= 4 * array.weight_buffer
-    assert tile.activations <= 4 * array.activation_buffer
-    assert tile.sums <= 4 * array.output_buffer
     # Every operand crosses the interface at least once.
     if isinstance(op, Product):
         assert result.dram_bits.weights >= op.inner * op.columns * bits[1]
@@ -173,9 +169,9 @@ def test_energy_constants_are_the_users():
     assert simulate(op, array=free).energy_nj == 0
     only_core = replace(free, energy=replace(free.energy, unit_cycle=1.0))
     assert simulate(op, array=only_core).energy_nj == pytest.approx(32 * 512 / 1e3)
-    # Where sums cost nothing to update, the operands stay instead.
+    # Where sums cost nothing to update, the activations stay in the array and are read once.
     cheap_sums = replace(free, energy=replace(free.energy, activation_read=1.0))
-    assert simulate(op, array=cheap_sums).stationary == "activations"
+    assert simulate(op, array=cheap_sums).energy_nj == pytest.approx(16 * 32 * 8 / 1e3)
 
 
 def test_sums_over_operations():

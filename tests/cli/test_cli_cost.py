@@ -87,14 +87,6 @@ def test_tokens_of_a_text_model(run, tmp_path):
         (("cost", "pvt_v2_b0", "--compare", "softmax,eco", "--sweep", "support=8"), "'support' of softmax"),
         (("cost", "pvt_v2_b0", "--sweep", "resolution=64", "--tokens", "8"), "exclude each other"),
         (("cost", "pvt_v2_b0", "--sweep", "resolution=64,big"), "positive integers, got '64,big'"),
-        (
-            ("simulate", "fc", "--rows", "16", "--inputs", "8", "--outputs", "8", "--bits", "8"),
-            "--bits takes",
-        ),
-        (
-            ("simulate", "fc", "--rows", "16", "--inputs", "8", "--outputs", "8", "--bits", "16x8"),
-            "activation bits",
-        ),
         (("simulate", "fc", "--rows", "0", "--inputs", "8", "--outputs", "8"), "rows"),
     ],
 )

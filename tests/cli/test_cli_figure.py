@@ -22,8 +22,6 @@ def cli(run):
     [
         ("shares", "--models", "pvt_v2_b0,pvt_v2_b1", "--resolution", "64"),
         ("shares", "--models", "pvt_v2_b0", "--accounting", "exact", "--compare", "native"),
-        ("sweep", "pvt_v2_b0", "--sweep", "resolution=64,128", "--compare", "softmax,eco"),
-        ("sweep", "pvt_v2_b0", "--sweep", "support=8,16", "--compare", "eco", "--accounting", "paper"),
     ],
     ids=" ".join,
 )
@@ -45,7 +43,7 @@ def test_results_of_ones_own(cli, tmp_path):
 
 
 def test_every_command_shows_an_example(cli):
-    for command in ("shares", "sweep", "accuracy"):
+    for command in ("shares", "accuracy"):
         status, out, _ = cli(command, "--help")
         assert status == 0
         assert f"ecoformer figure {command}" in " ".join(out.split())
@@ -57,11 +55,6 @@ def test_every_command_shows_an_example(cli):
         (("shares", "--out", "a.jpg"), "a.jpg must end in .png, .svg, .pdf, got '.jpg'"),
         (("shares", "--out", "nowhere/a.png"), "there is no folder nowhere"),
         (("accuracy", "nowhere.json", "--out", "a.png"), "nowhere.json"),
-        (("sweep", "--sweep", "resolution", "--out", "a.png"), "--sweep takes KEY=VALUE,VALUE"),
-        (
-            ("sweep", "--sweep", "bits=3", "--compare", "softmax", "--out", "a.png"),
-            "'bits' of softmax",
-        ),
         (("shares", "--models", "pvt_v2_b9", "--out", "a.png"), "pvt_v2_b9"),
         (("shares", "--compare", "nope", "--out", "a.png"), "unknown attention 'nope'"),
     ],

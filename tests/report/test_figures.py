@@ -12,7 +12,6 @@ from ecoformer.report.figures import (
     accuracy_figure,
     accuracy_rows,
     shares_figure,
-    sweep_figure,
 )
 from ecoformer.report.style import check_target, look_of, save
 
@@ -20,16 +19,6 @@ SHARES = [
     {"model": f"pvt_v2_b{i}", "mechanism": name, "attention": 3e9, "ffn": (1 + i) * 1e9, "other": 0.1e9}
     for name in ("softmax", "eco")
     for i in range(3)
-]
-SWEEP = [
-    {"mechanism": name, "value": n, "energy_pj": factor * n**power}
-    for name, power, factor in [
-        ("softmax", 4, 1),
-        ("eco", 2, 2),
-        ("performer", 2, 2.1),
-        ("linformer", 2, 2.2),
-    ]
-    for n in (224, 448, 896)
 ]
 POINTS = [
     {"label": "transformer", "energy_pj": 9.25e9, "accuracy": 0.7144},
@@ -62,15 +51,6 @@ def test_shares_are_of_the_whole_and_the_whole_is_named():
     assert "energy" in softmax.get_ylabel()
 
 
-def test_sweep_has_a_line_a_mechanism():
-    figure = sweep_figure(SWEEP)
-    (axes,) = figure.axes
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    assert names(figure) == ["softmax", "eco", "performer", "linformer"]
-    assert list(axes.lines[0].get_ydata()) == pytest.approx([n**4 * 1e-9 for n in (224, 448, 896)])
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("resolution", "Energy (mJ)")
-
-
 def test_accuracy_has_a_point_a_row():
     figure = accuracy_figure(POINTS)
     assert names(figure) == ["transformer", "eco", "linformer"]
@@ -82,7 +62,7 @@ def test_accuracy_has_a_point_a_row():
 )
 def test_files_by_suffix_and_the_same_twice(tmp_path, suffix, start):
     settings = dict(matplotlib.rcParams)
-    first, second = (save(sweep_figure(SWEEP), tmp_path / f"{i}{suffix}").read_bytes() for i in range(2))
+    first, second = (save(accuracy_figure(POINTS), tmp_path / f"{i}{suffix}").read_bytes() for i in range(2))
     assert first.startswith(start)
     assert first == second
     assert dict(matplotlib.rcParams) == settings

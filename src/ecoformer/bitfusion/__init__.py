@@ -7,14 +7,13 @@
 from .array import BitFusion, EnergyTable
 from .model import ModelResult, simulate_layer, simulate_model
 from .paper_table import printed_table
-from .simulation import PAPER_ARRAY, Result, Total, simulate, simulate_all
+from .simulation import PAPER_ARRAY, Total, simulate, simulate_all
 
 __all__ = [
     "PAPER_ARRAY",
     "BitFusion",
     "EnergyTable",
     "ModelResult",
-    "Result",
     "Total",
     "printed_table",
     "simulate",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ecoformer.operations import Convolution, Product
 
-from .array import BitFusion, EnergyTable, check_positive
-from .tiling import LOOPS, Bits, Op, Problem, Schedule, lower, schedules, tiles
+from .array import BitFusion, check_positive
+from .tiling import Bits, Op, Problem, Schedule, Tile, lower, schedules, tiles
 
 Work = list[tuple[Op, Bits]]
 """Operations, and the bits of their two operands."""
@@ -98,33 +98,7 @@ class Total:
         }
 
 
-@dataclass(frozen=True)
-class Result(Total):
-    """What one operation costs, and its schedule.
-
-    `stationary` is the stream that stays in the array while a tile is computed. The schedule runs `repeats`
-    times: for equal products, and for groups of a convolution that do not run together.
-    """
-
-    op: Op
-    bits: Bits
-    schedule: Schedule
-    stationary: str
-    repeats: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """All figures, for JSON."""
-        tiling = {
-            "tile": self.schedule.tile._asdict(),
-            "order": [LOOPS[loop] for loop in self.schedule.order],
-            "stationary": self.stationary,
-            "repeats": self.repeats,
-        }
-        own = {"op": asdict(self.op), "bits": self.bits, "tiling": tiling}
-        return super().to_dict() | own
-
-
-def simulate(op: Op, bits: Bits = (8, 8), array: BitFusion = PAPER_ARRAY) -> Result:
+def simulate(op: Op, bits: Bits = (8, 8), array: BitFusion = PAPER_ARRAY) -> Total:
     """Time and energy of an operation, in the schedule of fewest cycles and, among those, least energy.
 
     All orders of the three loops are tried with all tiles whose rows and inputs are powers of two, and whose
@@ -167,50 +141,43 @@ def simulate_all(work: Iterable[tuple[Op, Bits]], array: BitFusion = PAPER_ARRAY
 
 
 @lru_cache(maxsize=8192)
-def _simulate(op: Op, bits: Bits, array: BitFusion) -> Result:
-    results = []
+def _simulate(op: Op, bits: Bits, array: BitFusion) -> Total:
+    totals = []
     for problem, repeats in lower(op, bits, array):
         best = _best(problem, array)
         if best is not None:
-            schedule, energy, stationary = best
+            schedule, energy = best
             compute, stall = schedule.cycles(array.dram_bits_per_cycle)
+            parts = EnergyParts(*(repeats * part for part in energy))
             streams = (schedule.weights, schedule.activations, schedule.sums, schedule.sums)
-            total = (
-                repeats * compute,
-                repeats * stall,
-                EnergyParts(*(repeats * part for part in energy)),
-                DramBits(*(repeats * stream.total for stream in streams)),
-            )
-            results.append(Result(array, *total, op, bits, schedule, stationary, repeats))
-    if not results:
+            traffic = DramBits(*(repeats * stream.total for stream in streams))
+            totals.append(Total(array, repeats * compute, repeats * stall, parts, traffic))
+    if not totals:
         raise ValueError(f"no tile of {op} fits the buffers of this array: make them larger")
-    return min(results, key=lambda result: (result.cycles, result.energy_nj))
+    return min(totals, key=lambda total: (total.cycles, total.energy_nj))
 
 
 @lru_cache(maxsize=8192)
-def _best(problem: Problem, array: BitFusion) -> tuple[Schedule, EnergyParts, str] | None:
+def _best(problem: Problem, array: BitFusion) -> tuple[Schedule, EnergyParts] | None:
     """The fastest schedule, of those the cheapest, of those the first, which has the largest tile.
 
     None if no tile fits the buffers.
     """
-    found: tuple[Schedule, EnergyParts, str] | None = None
+    found: tuple[Schedule, EnergyParts] | None = None
     fewest, least = 0, 0.0
     for tile in tiles(problem, array):
         for schedule in schedules(tile, array):
             cycles = sum(schedule.cycles(array.dram_bits_per_cycle))
             if found is None or cycles <= fewest:
-                energy, stationary = _energy(schedule, problem.bits, array)
+                energy = _energy(schedule, problem.bits, array)
                 if found is None or (cycles, sum(energy)) < (fewest, least):
-                    found, fewest, least = (schedule, energy, stationary), cycles, sum(energy)
+                    found, fewest, least = (schedule, energy), cycles, sum(energy)
     return found
 
 
-def _energy(schedule: Schedule, bits: Bits, array: BitFusion) -> tuple[EnergyParts, str]:
-    """The energy of a schedule, and the stream that stays in the array while a tile is computed."""
+def _energy(schedule: Schedule, bits: Bits, array: BitFusion) -> EnergyParts:
     tile, table = schedule.tile, array.energy
-    stationary, weights, activations, sums = _cheapest_reads(
-        table, tile.rows, tile.inputs, tile.outputs, (*bits, array.output_bits)
-    )
+    weights, activations, sums = _cheapest_reads(tile, bits, array)
     # Filling a buffer writes it, draining the outputs reads them; sums are updated in place.
     updates = schedule.sums.total + tile.tiles * sums
     busy = tile.cycles * tile.tiles * array.inputs * array.outputs
@@ -224,26 +191,22 @@ def _energy(schedule: Schedule, bits: Bits, array: BitFusion) -> tuple[EnergyPar
         updates * table.output_read,
         updates * table.output_write,
     )
-    return EnergyParts(*(part / 1e3 for part in picojoules)), stationary
+    return EnergyParts(*(part / 1e3 for part in picojoules))
 
 
-def _cheapest_reads(
-    table: EnergyTable, rows: int, inputs: int, outputs: int, bits: tuple[int, int, int]
-) -> tuple[str, int, int, int]:
-    """What a tile reads from the buffers in the cheapest of three dataflows.
+def _cheapest_reads(tile: Tile, bits: Bits, array: BitFusion) -> tuple[int, int, int]:
+    """Bits of weights, activations and outputs that a tile reads from the buffers, in the cheapest dataflow.
 
-    The stream that stays in the array is read once a tile; the others are read again for every element of
-    the loop that does not index them. Outputs are partial sums: each update is a read and a write. `bits`
-    are those of one activation, one weight and one output.
-
-    Returns:
-        The stream that stays, and the bits of weights, activations and outputs.
+    One of the three streams stays in the array and is read once a tile; the others are read again for every
+    element of the loop that does not index them. Outputs are partial sums: each update is a read and a write.
     """
-    activations, weights, sums = rows * inputs * bits[0], inputs * outputs * bits[1], rows * outputs * bits[2]
+    activations, weights = tile.rows * tile.inputs * bits[0], tile.inputs * tile.outputs * bits[1]
+    sums = tile.rows * tile.outputs * array.output_bits
     flows = (
-        ("outputs", weights * rows, activations * outputs, sums),
-        ("weights", weights, activations * outputs, sums * inputs),
-        ("activations", weights * rows, activations, sums * inputs),
+        (weights * tile.rows, activations * tile.outputs, sums),
+        (weights, activations * tile.outputs, sums * tile.inputs),
+        (weights * tile.rows, activations, sums * tile.inputs),
     )
+    table = array.energy
     prices = (table.weight_read, table.activation_read, table.output_read + table.output_write)
-    return min(flows, key=lambda flow: sum(n * price for n, price in zip(flow[1:], prices, strict=True)))
+    return min(flows, key=lambda flow: sum(n * price for n, price in zip(flow, prices, strict=True)))

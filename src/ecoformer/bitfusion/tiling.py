@@ -18,7 +18,6 @@ from .array import BitFusion
 Op = Product | Convolution
 Bits = tuple[int, int]
 """Of activations, the left operand, and of weights."""
-LOOPS = ("rows", "inputs", "outputs")
 _INDEXED_BY = {"weights": (1, 2), "activations": (0, 1), "sums": (0, 2)}
 _ORDERS = tuple(permutations(range(3)))
 

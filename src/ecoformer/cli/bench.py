@@ -121,26 +121,21 @@ def _model_and_inputs(
     name: str, resolution: int | None, tokens: int | None
 ) -> tuple[nn.Module, dict[str, Any], Callable[[int], Tensor]]:
     """A model before conversion, what rows say about it, and a function that makes a batch of inputs."""
-    about: dict[str, Any] = {"model": name}
-    if name == "lra_text" or tokens is not None:
-        length = tokens or 4096
+    is_text = name == "lra_text" or tokens is not None
+    size = (tokens or 4096) if is_text else (resolution or 224)
 
-        def inputs(count: int) -> Tensor:
-            return torch.randint(1, 257, (count, length), generator=torch.Generator().manual_seed(count))
+    def inputs(count: int) -> Tensor:
+        generator = torch.Generator().manual_seed(count)
+        if is_text:
+            return torch.randint(1, 257, (count, size), generator=generator)
+        return torch.randn(count, 3, size, size, generator=generator)
 
-        about["tokens"] = length
-    else:
-        size = resolution or 224
-
-        def inputs(count: int) -> Tensor:
-            return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(count))
-
-        about["resolution"] = size
+    about = {"model": name, "tokens" if is_text else "resolution": size}
     if name == "lra_text":
         from ecoformer.models.text import TextEncoder
 
-        return TextEncoder(attention="softmax", length=tokens or 4096).eval(), about, inputs
-    model = open_model(name, image_size=about.get("resolution")).model
+        return TextEncoder(attention="softmax", length=size).eval(), about, inputs
+    model = open_model(name, image_size=None if is_text else size).model
     try:
         with torch.no_grad(), eval_mode(model):
             run_on_meta(model, inputs(1))

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor, nn
 
-from ecoformer.accounting import Ledger, cost
 from ecoformer.attention.registry import settings_of, unknown_setting
 from ecoformer.cli.sources import open_model
 from ecoformer.conversion import convert
@@ -143,26 +142,3 @@ def counted_model(
         own = {key: value for key, value in (settings or {}).items() if key in known}
         convert(model, mechanism, example=example, **own)
     return model, example
-
-
-def swept_ledgers(
-    model: str,
-    mechanisms: Iterable[str],
-    sweep: str,
-    settings: dict[str, Any],
-    size: dict[str, Any],
-    **how: Any,
-) -> list[tuple[dict[str, Any], Ledger]]:
-    """What a model costs for each mechanism and each value of `sweep`; `how` goes to `cost`."""
-    key, values = parse_sweep(sweep)
-    names = list(mechanisms)
-    if key not in INPUTS:
-        for name in names:
-            check_settings([name], [key])
-    rows = []
-    for name in names:
-        for value in values:
-            at = {key: value} if key in INPUTS else size
-            counted = counted_model(model, name, settings | {key: value}, **at)
-            rows.append(({"attention": name, key: value}, cost(*counted, **how)))
-    return rows

@@ -50,22 +50,30 @@ def cost(
     `ecoformer cost pvt_v2_b0 --attention eco --accounting exact --backend cpu`
     """
     common.exclude(("--attention", attention), ("--compare", compare))
-    over = None if sweep is None else common.parse_sweep(sweep)[0]
-    inputs = f"--sweep {over}" if over in common.INPUTS else None
-    common.exclude(("--resolution", resolution), ("--tokens", tokens), (str(inputs), inputs))
+    key, values = common.parse_sweep(sweep) if sweep is not None else ("", [])
+    common.exclude(
+        ("--resolution", resolution), ("--tokens", tokens), (f"--sweep {key}", key in common.INPUTS)
+    )
     names = [attention or NATIVE] if compare is None else common.names_in(compare, "--compare")
     if compare is not None and sweep is None:
         names = list(dict.fromkeys((NATIVE, *names)))
     chosen = common.parse_settings(settings or [])
     common.check_settings(names, chosen)
+    for name in names if key and key not in common.INPUTS else ():
+        common.check_settings([name], [key])
     size: dict[str, Any] = {"resolution": resolution, "tokens": tokens}
     how: dict[str, Any] = {"accounting": accounting, "energy": energy, "backend": backend}
 
-    def ledger_of(mechanism: str) -> Ledger:
-        return cost_of(*common.counted_model(model, mechanism, chosen, **size), **how)
+    def ledger_of(mechanism: str, **changed: Any) -> Ledger:
+        at = changed if key in common.INPUTS else size
+        return cost_of(*common.counted_model(model, mechanism, chosen | changed, **at), **how)
 
     if sweep is not None:
-        rows = common.swept_ledgers(model, names, sweep, chosen, size, **how)
+        rows = [
+            ({"attention": name, key: value}, ledger_of(name, **{key: value}))
+            for name in names
+            for value in values
+        ]
         if as_json:
             common.print_json([about | ledger.summary() for about, ledger in rows])
         else:

@@ -43,32 +43,6 @@ def shares(
 
 
 @figure.command()
-def sweep(
-    out: Out,
-    model: common.Model = "pvt_v2_b0",
-    values: Annotated[
-        str, typer.Option("--sweep", help="`resolution=224,448,896`, or tokens=..., bits=..., support=...")
-    ] = "resolution=224,448,896,1792",
-    compare: common.Compare = "softmax,performer,linformer,reformer,eco",
-    accounting: common.Accounting = "exact",
-    energy: common.Energy = "fp32-45nm",
-) -> None:
-    """Energy against resolution, tokens or a setting, one line for each mechanism.
-
-    Example: `ecoformer figure sweep pvt_v2_b0 --sweep resolution=224,448,896 --out sweep.png`
-    """
-    names, (parameter, _) = common.names_in(compare, "--compare"), common.parse_sweep(values)
-    rows = []
-    for about, ledger in common.swept_ledgers(
-        model, names, values, {}, {}, accounting=accounting, energy=energy
-    ):
-        _check_complete(about["attention"], ledger)
-        point = {"mechanism": about["attention"], "value": about[parameter], "energy_pj": ledger.energy_pj}
-        rows.append(point)
-    _save(figures.sweep_figure(rows, parameter), out)
-
-
-@figure.command()
 def accuracy(
     out: Out,
     results: Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -111,8 +112,9 @@ def _run(recipe: Recipe, folder: Path, splits: Splits, show: bool) -> Run:
 
 def _converted_accuracy(checkpoint: Path, recipe: Recipe, splits: Splits) -> float:
     model = load(checkpoint)
-    samples = torch.arange(min(recipe.hashing.samples, len(splits.train)))
-    inputs = Task(recipe, splits).test_batch(*splits.train.batch(samples))[0]
+    digits: Any = splits.train
+    samples = torch.arange(min(recipe.hashing.samples, len(digits)))
+    inputs = Task(recipe, splits).test_batch(*digits.batch(samples))[0]
     convert(model, "eco", example=inputs[:1])
     fit_hashers(model, [inputs], samples=len(inputs), progress=False)
     return evaluate(model, recipe, splits)["accuracy"]

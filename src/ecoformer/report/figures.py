@@ -1,4 +1,4 @@
-"""Figures: shares of a model's parts, energy against size, accuracy against energy.
+"""Figures: shares of a model's parts, and accuracy against energy.
 
 Each function takes plain rows and returns a matplotlib figure; `style.save` writes it.
 """
@@ -43,24 +43,6 @@ def shares_figure(rows: Rows) -> Figure:
             axes.set_title(mechanism, pad=18)
         panels[0].set(ylim=(0, 100), ylabel="Share of energy (%)")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return figure
-
-
-def sweep_figure(rows: Rows, parameter: str = "resolution") -> Figure:
-    """Energy against a parameter, one line a mechanism; a row holds `mechanism`, `value` and `energy_pj`."""
-    with drawing():
-        figure = new_figure(5.6, 3.5)
-        axes = figure.subplots()
-        for i, mechanism in enumerate(dict.fromkeys(row["mechanism"] for row in rows)):
-            own = [row for row in rows if row["mechanism"] == mechanism]
-            points = sorted((row["value"], row["energy_pj"] * 1e-9) for row in own)
-            axes.loglog(*zip(*points, strict=True), **look_of(mechanism, i))
-        ticks = sorted({row["value"] for row in rows})
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-        axes.xaxis.minorticks_off()
-        axes.set(xlabel=parameter, ylabel="Energy (mJ)")
-        axes.grid(axis="y")
-        figure.legend(loc="outside right upper")
     return figure
 
 
