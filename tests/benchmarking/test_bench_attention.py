@@ -161,7 +161,7 @@ def test_each_backend_is_a_row_and_is_chosen_outside_the_timed_call(monkeypatch)
     [
         (["eco"], False, ["cpu", "eager"]),
         (["lsh_eco"], False, ["cpu", "eager"]),
-        (["eco"], True, ["eager"]),
+        (["eco"], True, ["cpu", "eager"]),
         (["bi_eco"], False, ["eager"]),
         (["lsh_eco", "bi_eco"], False, ["eager"]),
     ],

@@ -267,8 +267,7 @@ class TestCheck:
         rows = json.loads(done.out)
         assert done.status == 0
         assert {(row["backend"], row["dtype"], row["backward"]) for row in rows} == {
-            ("cpu", "float32", False),
-            ("cpu", "bfloat16", False),
+            ("cpu", dtype, backward) for dtype in ("float32", "bfloat16") for backward in (False, True)
         }
         assert all(row["checked"]["passed"] and (row["bits"], row["support"]) == (9, 5) for row in rows)
         assert "right" in run("info", "--check").out

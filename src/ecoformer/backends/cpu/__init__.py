@@ -1,18 +1,20 @@
-"""Hashed attention on the CPU, compiled by numba: inference, by buckets and tables.
+"""Hashed attention on the CPU, compiled by numba: by buckets and tables.
 
 numba is imported by the first call, and compiles then or reads what an earlier process compiled.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-from collections.abc import Callable
 from functools import cache
+from typing import Any
 
-from torch import Tensor
+from torch import Size, Tensor
 
 from ecoformer.arguments import one_line
-from ecoformer.backends.fused import CannotRun, FusedCall, Grads, Needs, Signs
+from ecoformer.backends.cpu.problem import keep_for
+from ecoformer.backends.fused import CannotRun, Functions, FusedCall, Grads, Needs
 
 __all__ = ["backward", "cannot", "forward", "kept"]
 
@@ -24,11 +26,15 @@ def cannot(call: FusedCall, *, needs_grad: bool) -> str | None:
         return f"it runs on the CPU, tokens are on {device}"
     if not _installed():
         return "numba is not installed: pip install 'ecoformer[cpu]'"
-    if isinstance(call.functions, Signs):
-        return "it does not take projections"
-    if call.key_functions is not None and call.key_functions[0].shape != call.functions[0].shape:
+    if call.key_functions is not None and _shapes(call.key_functions) != _shapes(call.functions):
         return "queries and keys have hash functions of different shapes"
-    return "it has no gradient" if needs_grad else None
+    if needs_grad and call.causal:
+        return "it has no gradient in causal order"
+    return None
+
+
+def _shapes(functions: Functions) -> list[Size]:
+    return [x.shape for x in functions]
 
 
 @cache
@@ -37,26 +43,27 @@ def _installed() -> bool:
 
 
 def forward(call: FusedCall, *, keep: bool = True) -> tuple[Tensor, list[Tensor]]:
-    """The output, and nothing for a backward."""
-    return _attend()(call), []
+    """The output, and what the backward needs."""
+    found: tuple[Tensor, list[Tensor]] = _compiled("launch").attend(call, keep)
+    return found
 
 
 @cache
-def _attend() -> Callable[[FusedCall], Tensor]:
-    """The kernels, compiled or read from numba's cache."""
+def _compiled(module: str) -> Any:
+    """A module with its kernels, compiled or read from numba's cache."""
     try:
-        from ecoformer.backends.cpu.launch import attend
+        return importlib.import_module(f"ecoformer.backends.cpu.{module}")
     except Exception as error:  # whatever numba stumbles over, eager still runs
         what = f"{type(error).__name__}: {one_line(error, 200)}"
         raise CannotRun(f"numba cannot compile its kernels ({what})") from error
-    return attend
 
 
 def kept(call: FusedCall) -> list[Tensor]:
-    """Nothing is kept for a backward."""
-    return []
+    """Memory for what the backward needs."""
+    return keep_for(call)
 
 
 def backward(call: FusedCall, grad: Tensor, saved: list[Tensor], needs: Needs) -> Grads:
-    """There is none: `cannot` says so."""
-    raise NotImplementedError("the CPU backend has no gradient")
+    """Gradients of all inputs, by kernels that are compiled when they are first needed."""
+    found: Grads = _compiled("launch_backward").backward(call, grad, saved, needs)
+    return found

@@ -1,10 +1,10 @@
-"""A call of the compiled kernels: how it is split, and what they are told."""
+"""A call of the compiled kernels: how it is split, and the numbers that they read."""
 
 from __future__ import annotations
 
 from array import array
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,14 +12,15 @@ from torch import Tensor
 from ecoformer.backends.cpu.kernels import work
 from ecoformer.backends.cpu.problem import (
     CAUSAL,
-    CODES,
+    FULL,
     GATHER,
-    KEYS,
-    WHOLE,
     Team,
     digit_of,
+    empty_codes,
+    group_of,
+    keep_for,
+    layout,
     padded,
-    places,
     state_rows,
 )
 from ecoformer.backends.cpu.threads import run_team, scratch
@@ -29,7 +30,7 @@ from ecoformer.backends.hashing import HashFunctions
 _LEAST = 256
 """Tokens that are worth a thread of their own."""
 _SHARES = 4
-"""Into how many shares a thread's part is cut, lest all wait for one that was held up."""
+"""Into how many shares a thread's part is cut, so that nobody waits long for one that was held up."""
 
 
 class Plan(NamedTuple):
@@ -40,7 +41,7 @@ class Plan(NamedTuple):
     size: int
     """Bytes of a thread's scratch memory."""
     layout: array[int]
-    """`Places`, as the kernels read them."""
+    """`Layout`, as the kernels read it."""
 
 
 @lru_cache(maxsize=256)
@@ -54,74 +55,104 @@ def _plan(
     bits: int,
     group: int,
     apart: bool,
+    causal: bool,
+    backward: bool,
     threads: int,
 ) -> Plan:
     pieces = 1
-    if heads < threads:
+    if heads < threads and not causal:
         pieces = max(1, min(-(-threads // heads), max(keys, queries) // _LEAST))
     digit = digit_of(bits, channels, keys, group or 1)
-    at = places(dim, channels, samples, bits, digit, keys, group, apart)
+    at = layout(dim, channels, samples, bits, digit, keys, group, apart, causal, backward)
     return Plan(digit, pieces, padded(at.end), array("q", at))
 
 
-def _rows(x: Tensor) -> Tensor:
+class Launch:
+    """One call's numbers, and the tensors that they are addresses of."""
+
+    def __init__(self, call: FusedCall, backward: bool = False) -> None:
+        functions, mask, shared = call.functions, call.mask, call.shared_codes
+        self.q, self.v = rows_of(call.q), rows_of(call.v)
+        self.k = self.q if call.k is None else rows_of(call.k)
+        batch, heads, queries, dim = self.q.shape
+        keys, channels = self.v.shape[2:]
+        key_functions = call.key_functions or ()
+        samples = functions.support.shape[1] if isinstance(functions, HashFunctions) else 0
+        bits, group = call.bits, group_of(call)
+        self.heads, self.threads, self.causal = batch * heads, torch.get_num_threads(), call.causal
+        sizes = (dim, channels, samples, bits, group, bool(key_functions))
+        self.plan = _plan(self.heads, queries, keys, *sizes, call.causal, backward, self.threads)
+        self.state = state_rows(bits, group), padded(channels)
+        self.tensors: list[Any] = [array("d", [call.constant])]
+        self.numbers = [batch, heads, queries, keys, dim, channels, samples, bits]
+        self.numbers += [self.plan.digit, self.plan.pieces, self.tensors[0].buffer_info()[0], group]
+        self.numbers += [self.address(x) for x in (call.scale, call.ratio, call.floor)]
+        self.numbers += [
+            *place(self.q),
+            0 if shared else self.k.data_ptr(),
+            *place(self.k)[1:],
+            *place(self.v),
+        ]
+        self.key_weight = None if call.key_weight is None else call.key_weight.float()
+        masks = [0, 0, 0] if mask is None else [mask.data_ptr(), *mask.stride()]
+        weight = self.key_weight
+        masks += [0, 0, 0, 0] if weight is None else [weight.data_ptr(), *weight.stride()]
+        for each in (functions, key_functions):
+            masks += [0] * (4 - len(each)) + [self.address(x) for x in each]
+        self.rest = masks
+
+    def address(self, x: Tensor | None) -> int:
+        """Of a contiguous tensor, or 0."""
+        if x is None:
+            return 0
+        self.tensors.append(x.contiguous())
+        return int(self.tensors[-1].data_ptr())
+
+    def states(self, count: int) -> list[Tensor]:
+        """Memory for states: their rows, and their tallies."""
+        rows, wide = self.state
+        new = self.v.new_empty
+        return [new((count, rows, wide)), new((count, rows + 1), dtype=torch.float64)]
+
+    def run(
+        self, function: Any, out: Tensor, codes: Tensor | None, kept: list[Tensor], more: int = 0
+    ) -> None:
+        """Call a compiled function on as many threads as PyTorch would use."""
+        plan, parts, job = self.plan, self.heads * self.plan.pieces, CAUSAL if self.causal else FULL
+        states = self.states(parts) if plan.pieces > 1 or more else []
+        if plan.pieces > 1:
+            job = GATHER
+        numbers = [*self.numbers, *place(out), *self.rest, 0 if codes is None else codes.data_ptr()]
+        for each in (states, kept):
+            numbers += [x.data_ptr() for x in each] or [0, 0]
+        problem = array("q", numbers)
+        members = min(self.threads, parts)
+        shares = min(parts, _SHARES * members if members > 1 else 1)
+        memory = scratch(members * plan.size)
+        addresses = (problem.buffer_info()[0], plan.layout.buffer_info()[0], more)
+        team = array("q", Team(0, 0, 0, job, parts, shares, memory, plan.size, *addresses))
+        run_team(function.address, team.buffer_info()[0], members)
+
+
+def attend(call: FusedCall, keep: bool) -> tuple[Tensor, list[Tensor]]:
+    """The output, and what the backward needs."""
+    launch = Launch(call)
+    out, kept = empty_out(launch.q, launch.v), keep_for(call) if keep else []
+    codes = kept[2] if len(kept) > 2 else None
+    if codes is None and call.shared_codes and launch.plan.pieces > 1:
+        codes = empty_codes(call)
+    launch.run(work, out, codes, kept[:2])
+    return out if call.v.dtype == torch.float32 else out.to(call.v.dtype), kept
+
+
+def rows_of(x: Tensor) -> Tensor:
     """fp32 with channels next to each other."""
     if x.dtype != torch.float32:
         x = x.float()
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def attend(call: FusedCall) -> Tensor:
-    """Attention by as many threads as PyTorch would use."""
-    mask, functions = call.mask, call.functions
-    q, v = _rows(call.q), _rows(call.v)
-    keys = q if call.k is None else _rows(call.k)
-    out = empty_out(q, v)
-    batch, heads, n_queries, dim = q.shape
-    n_keys, channels = v.shape[2:]
-    tensors = [x.contiguous() for x in functions]
-    key_tensors = [] if call.key_functions is None else [x.contiguous() for x in call.key_functions]
-    samples = functions.support.shape[1] if isinstance(functions, HashFunctions) else 0
-    bits, group = call.bits, 0 if call.scale is None else call.bits // call.groups
-    threads, rows = torch.get_num_threads(), batch * heads
-    sizes = (dim, channels, samples, bits, group, bool(key_tensors))
-    plan = _plan(rows, n_queries, n_keys, *sizes, 1 if call.causal else threads)
-    shared = None
-    if plan.pieces > 1:
-        shared = _shared(rows, n_keys, channels, state_rows(bits, group), plan.pieces)
-    constant = array("d", [call.constant])
-    levels = [None if x is None else x.contiguous() for x in (call.scale, call.ratio, call.floor)]
-    key_weight = None if call.key_weight is None else call.key_weight.float()
-    numbers = [batch, heads, n_queries, n_keys, dim, channels, samples, bits, plan.digit, plan.pieces]
-    numbers += [constant.buffer_info()[0], group, *(0 if x is None else x.data_ptr() for x in levels)]
-    numbers += [*_place(q), *_place(keys), *_place(v), *_place(out)]
-    numbers += [0, 0, 0] if mask is None else [mask.data_ptr(), *mask.stride()]
-    numbers += [0, 0, 0, 0] if key_weight is None else [key_weight.data_ptr(), *key_weight.stride()]
-    for each in (tensors, key_tensors):
-        numbers += [0] * (4 - len(each)) + [x.data_ptr() for x in each]
-    numbers += [0, 0, 0] if shared is None else [x.data_ptr() for x in shared]
-    problem = array("q", numbers)
-    if call.shared_codes:
-        problem[KEYS] = 0
-    elif shared is not None:
-        problem[CODES] = 0
-    parts, job = rows * plan.pieces, CAUSAL if call.causal else WHOLE if shared is None else GATHER
-    members = min(threads, parts)
-    shares = min(parts, _SHARES * members if members > 1 else 1)
-    memory = scratch(members * plan.size)
-    addresses = (problem.buffer_info()[0], plan.layout.buffer_info()[0])
-    team = array("q", Team(0, 0, 0, job, parts, shares, memory, plan.size, *addresses))
-    run_team(work.address, team.buffer_info()[0], members)
-    return out if call.v.dtype == torch.float32 else out.to(call.v.dtype)
-
-
-def _shared(heads: int, keys: int, channels: int, rows: int, pieces: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for what lies between two passes: codes, and the parts' sums and tallies."""
-    codes = torch.empty(heads * keys * 9, dtype=torch.uint8)
-    sums = torch.empty(heads * pieces * rows * padded(channels))
-    return codes, sums, torch.empty(heads * pieces * (rows + 1), dtype=torch.float64)
-
-
-def _place(x: Tensor) -> tuple[int, int, int, int]:
+def place(x: Tensor) -> tuple[int, int, int, int]:
+    """Address and strides of a tensor (B, H, N, C)."""
     batch, head, token, _ = x.stride()
     return x.data_ptr(), batch, head, token

@@ -1,23 +1,30 @@
-"""One call in numbers: sizes, addresses and strides, and where things lie in a thread's scratch memory."""
+"""One call in numbers: sizes, addresses and strides, and the layout of a thread's scratch memory."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ecoformer.backends.fused import FusedCall
 
 BLOCK = 48
 """Tokens that are hashed together: their features stay in the first cache."""
 STRETCH = 4096
-"""Tokens whose values are summed in one go; longer sums are sums of these, which keeps rounding small."""
+"""Tokens whose values are summed at once; longer sums are sums of these, which keeps rounding small."""
 LANES = 16
 """Rows in scratch memory are padded to a multiple of this."""
-
+PART = 16
+"""Tokens of causal order that read the tables of one state, and each other pair by pair."""
 
 _BYTES = 1 << 18
-"""Most memory for buckets of whole bytes, and as much again for tables; beyond, digits are half a byte."""
+"""Most memory for buckets of 8 bits, and as much again for tables; beyond, digits have 4 bits."""
 _MANY = 1024
-"""Keys from which buckets of whole bytes pay their folding."""
-WHOLE, GATHER, SCATTER, CAUSAL = range(4)
-"""What is done with a share: heads from tokens to output, or one of two passes, or heads in causal order."""
+"""Keys from which buckets of 8 bits pay for their folding."""
+FULL, GATHER, SCATTER, CAUSAL = range(4)
+"""What is done with a share: heads from tokens to output, one of two passes, or heads in causal order."""
 
 
 class Problem(NamedTuple):
@@ -58,6 +65,7 @@ class Problem(NamedTuple):
     v_head: int
     v_token: int
     out: int
+    """The output, or its gradient in the backward."""
     out_batch: int
     out_head: int
     out_token: int
@@ -78,15 +86,18 @@ class Problem(NamedTuple):
     key_hash: int
     """A of the keys' own hash functions, or 0."""
     codes: int
-    """Where codes lie between two passes, and after them a byte each that says whether they are NaN; or 0."""
+    """Codes of all tokens, then a byte each that says whether they are NaN; or 0."""
     sums: int
-    """Where the parts' sums lie between two passes."""
+    """The parts' sums between two passes."""
     tallies: int
-    """Where the parts' code sums lie between two passes."""
+    """The parts' tallies between two passes."""
+    kept_sums: int
+    """The heads' states for the backward, or 0."""
+    kept_tallies: int
 
 
-class Places(NamedTuple):
-    """Offsets in scratch memory: of fp32 numbers from its start, of integers from `integers`, in numbers."""
+class Layout(NamedTuple):
+    """Offsets in scratch memory: of fp32 numbers from its start, others from `integers`, in numbers."""
 
     first: int
     """The matrix that tokens are multiplied with, (D, m) or (D, b)."""
@@ -96,6 +107,10 @@ class Places(NamedTuple):
     mean: int
     inverse: int
     """1 / sigma."""
+    turned: int
+    """For the backward: the last matrix transposed, (b, m) or (b, D)."""
+    support: int
+    """For the backward: support samples (m, D)."""
     keys: int
     """The same from here on for the keys' own hash functions."""
     scale: int
@@ -104,15 +119,43 @@ class Places(NamedTuple):
     buckets: int
     tables: int
     sums: int
+    """A state: its rows of fp32 numbers here, their tallies in fp64 at `tallies`."""
+    recent: int
+    """The sums of the current block in causal order."""
     row: int
+    zeros: int
     levels: int
     """What a group counts by the bits that differ, for all values of these."""
+    items: int
+    """Rows that the tokens of a part of causal order read from each other, then their weights."""
+    grads: int
+    """From here to `integers` for the backward alone: the state's gradient, its tallies at `grad_tallies`."""
+    columns: int
+    """The state's rows of bits, transposed."""
+    dots: int
+    """Products of a block's rows with the derivatives, by the bits of their codes, of what these read."""
+    flips: int
+    """The same derivatives of tallies: for each group's values, or for all bits."""
+    weights: int
+    """Those of one token."""
+    bit_grads: int
+    """Gradients of a block's bits."""
+    feature_grads: int
+    token_grads: int
+    weight_grads: int
     integers: int
-    """Where integers begin, in fp32 numbers. Counts, denominators and tallies of groups are fp64."""
+    """Where integers and fp64 numbers begin, in fp32 numbers."""
     counts: int
     denominators: int
     tallies: int
     rows: int
+    """Where the rows are that a token reads."""
+    grad_tallies: int
+    """From here to `codes` for the backward alone."""
+    levels_grads: int
+    """For each group what the gradients of its scale and ratio are found from."""
+    divisors: int
+    """In causal order each token's 1 / denominator and its gradient."""
     codes: int
     """Codes, and after `tokens` of them a byte each that says whether they are NaN."""
     tokens: int
@@ -130,7 +173,7 @@ class Team(NamedTuple):
     finished: int
     """How many shares are done."""
     job: int
-    """For GATHER, SCATTER follows: shares as many again, which wait until all is gathered."""
+    """After GATHER follows SCATTER: as many shares again, which wait until all is gathered."""
     parts: int
     """Heads, or parts of heads."""
     shares: int
@@ -139,13 +182,47 @@ class Team(NamedTuple):
     size: int
     problem: int
     layout: int
+    gradients: int
+    """The address of `Gradients`, in a backward."""
 
 
-PROBLEM_SIZE, PLACES_SIZE, TEAM_SIZE = (len(each._fields) for each in (Problem, Places, Team))
+class Gradients(NamedTuple):
+    """Addresses of gradients in fp32, contiguous, 0 where one is not needed."""
+
+    q: int
+    k: int
+    """The same as q where keys are made of the queries' tokens."""
+    v: int
+    key_weight: int
+    weight: int
+    """(parts, m or D, b), b padded: of the hash functions of queries, or of both."""
+    key_hash: int
+    levels: int
+    """(parts, 2, G) in fp64: sums over queries of what a group reads times its gradient, and of the products
+    of bits and their gradients."""
+    bits: int
+    """(heads, N, b), b padded: where codes are shared, the gradients of bits between two passes."""
+
+
+class Worker(NamedTuple):
+    """What one thread works with: the call, and its scratch memory by type of number."""
+
+    p: Problem
+    at: Layout
+    memory: Any
+    """fp32."""
+    exact: Any
+    """fp64: sums of weights, and denominators."""
+    rows: Any
+    """int64."""
+    codes: Any
+    nans: Any
+
+
+PROBLEM_SIZE, LAYOUT_SIZE, TEAM_SIZE = (len(each._fields) for each in (Problem, Layout, Team))
+GRADIENTS_SIZE = len(Gradients._fields)
 MEMBERS, TAKEN, FINISHED = range(3)
 """Where a `Team` counts."""
-KEYS, CODES = Problem._fields.index("k"), Problem._fields.index("codes")
-"""Where these addresses are in a `Problem`."""
 
 
 def padded(number: int) -> int:
@@ -161,7 +238,7 @@ def digits(bits: int, digit: int) -> int:
 def digit_of(bits: int, channels: int, keys: int, group: int = 1) -> int:
     """Bits of a digit: 8 where there are keys enough and the cache is large enough, else 4.
 
-    Fewer where a multiple of `group` bits must be: groups are not cut.
+    Digits hold complete groups, so they may have fewer bits, or as many as a group.
     """
     buckets = (bits + 7) // 8 * 256
     widest = 8 if bits > 4 and keys >= _MANY and buckets * padded(channels) * 4 <= _BYTES else 4
@@ -173,53 +250,93 @@ def state_rows(bits: int, group: int) -> int:
     return bits // group << group if group else bits + 1
 
 
-def places(
-    dim: int, channels: int, samples: int, bits: int, digit: int, keys: int, group: int, apart: bool
-) -> Places:
-    """Where everything lies."""
-    m, b, c = padded(samples), padded(bits), padded(channels)
+def layout(
+    dim: int,
+    channels: int,
+    samples: int,
+    bits: int,
+    digit: int,
+    keys: int,
+    group: int,
+    apart: bool,
+    causal: bool,
+    backward: bool,
+) -> Layout:
+    """Where everything is in a thread's scratch memory; `apart`: keys have their own hash functions."""
+    m, d, b, c = padded(samples), padded(dim), padded(bits), padded(channels)
     rows, state = digits(bits, digit) << digit, state_rows(bits, group)
+    more = int(backward)
+    functions = {
+        "first": dim * (m if samples else b),
+        "second": samples * b,
+        "offset": m,
+        "mean": m,
+        "inverse": LANES,
+        "turned": more * bits * (m if samples else d),
+        "support": more * samples * d,
+    }
+    size = sum(functions.values())
+    floats = functions | {
+        "keys": size if apart else 0,
+        "scale": BLOCK,
+        "features": BLOCK * m,
+        "projections": BLOCK * b,
+        "buckets": rows * c,
+        "tables": rows * c,
+        "sums": state * c,
+        "recent": state * c if causal else 0,
+        "row": c,
+        "zeros": c,
+        "levels": padded(state),
+        "items": PART * (c + 1) if causal else more * b,
+        "grads": more * state * c,
+        "columns": 0 if group else more * channels * b,
+        "dots": more * (BLOCK * b + LANES),
+        "flips": more * padded(state * group if group else bits),
+        "weights": more * b,
+        "bit_grads": more * BLOCK * b,
+        "feature_grads": more * BLOCK * m,
+        "token_grads": more * BLOCK * d,
+        "weight_grads": more * (samples or dim) * b,
+    }
     tokens = padded(max(keys, 2 * BLOCK))  # a block of keys and one of queries, in causal order
-    second = dim * (m if samples else b)
-    offset = second + samples * b
-    mean = offset + m
-    inverse = mean + m
-    functions = inverse + LANES
-    scale = functions * (2 if apart else 1)
-    features = scale + BLOCK
-    projections = features + BLOCK * m
-    buckets = projections + BLOCK * b
-    tables = buckets + rows * c
-    sums = tables + rows * c
-    row = sums + 2 * state * c
-    levels = row + 2 * c
-    integers = levels + padded(state)
-    denominators = max(rows, state)
-    tallies = denominators + max(rows, state)
-    wheres = tallies + padded(state + 1)
-    codes = wheres + padded(digits(bits, digit))
-    end = integers * 4 + (codes + tokens) * 8 + tokens
-    return Places(
-        0,
-        second,
-        offset,
-        mean,
-        inverse,
-        functions if apart else 0,
-        scale,
-        features,
-        projections,
-        buckets,
-        tables,
-        sums,
-        row,
-        levels,
-        integers,
-        0,
-        denominators,
-        tallies,
-        wheres,
-        codes,
-        tokens,
-        end,
-    )
+    integers = {
+        "counts": max(rows, state),
+        "denominators": max(rows, state),
+        "tallies": padded(state + 1),
+        "rows": padded(digits(bits, digit)),
+        "grad_tallies": more * padded(state + 1),
+        "levels_grads": more * padded(2 * bits),
+        "divisors": 2 * tokens if backward and causal else 0,
+    }
+    at = dict(zip(floats, accumulate(floats.values(), initial=0), strict=False))
+    at |= dict(zip(integers, accumulate(integers.values(), initial=0), strict=False))
+    at["keys"] = size if apart else 0
+    at["integers"], at["codes"], at["tokens"] = sum(floats.values()), sum(integers.values()), tokens
+    at["end"] = at["integers"] * 4 + (at["codes"] + tokens) * 8 + tokens
+    return Layout(**at)
+
+
+def keep_for(call: FusedCall) -> list[Tensor]:
+    """Memory for what the backward needs: each head's state, and codes where queries and keys share them.
+
+    In causal order the backward computes states again.
+    """
+    if call.causal:
+        return []
+    batch, heads, _, channels = call.v.shape
+    rows = state_rows(call.bits, group_of(call))
+    sums = call.v.new_empty(batch * heads, rows, padded(channels), dtype=torch.float32)
+    tallies = call.v.new_empty(batch * heads, rows + 1, dtype=torch.float64)
+    return [sums, tallies, empty_codes(call)] if call.shared_codes else [sums, tallies]
+
+
+def empty_codes(call: FusedCall) -> Tensor:
+    """Memory for all tokens' codes, and whether they are NaN."""
+    batch, heads, keys, _ = call.v.shape
+    return call.v.new_empty(batch * heads * keys * 9, dtype=torch.uint8)
+
+
+def group_of(call: FusedCall) -> int:
+    """Bits of a group, 0 for the paper's affinity."""
+    return 0 if call.scale is None else call.bits // call.groups

@@ -1,4 +1,4 @@
-"""What the kernels do with whole rows of fp32 numbers, in vectors."""
+"""What the kernels do with rows of fp32 numbers, in vectors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 """ln 2 in two parts: the first has few bits, so that its multiples are exact."""
 _ROUNDER = 12582912.0
-"""1.5 * 2^23: what is added to it is rounded to a whole number, which then is in its last bits."""
+"""1.5 * 2^23: what is added to it is rounded to an integer, which then is in its last bits."""
 _LOWEST = -87.0
 """Below, the result would have no full precision; it is 1e-38 there, nothing beside other features."""
 
@@ -92,9 +92,9 @@ def _exponential(builder: Any, x: Any) -> Any:
     series = _like(x, 1 / 720)
     for factorial in (120, 24, 6, 2, 1, 1):
         series = multiply_add(series, rest, _like(x, 1 / factorial))
-    whole = ir.VectorType(I32, LANES) if x.type == VECTOR else I32
-    bias, places = (ir.Constant(whole, [c] * LANES if x.type == VECTOR else c) for c in (127, 23))
-    power = builder.shl(builder.add(builder.bitcast(rounded, whole), bias), places)
+    integers = ir.VectorType(I32, LANES) if x.type == VECTOR else I32
+    bias, places = (ir.Constant(integers, [c] * LANES if x.type == VECTOR else c) for c in (127, 23))
+    power = builder.shl(builder.add(builder.bitcast(rounded, integers), bias), places)
     return builder.fmul(series, builder.bitcast(power, x.type))
 
 
@@ -138,43 +138,77 @@ def kernel_row(
     shift: Any,
 ) -> Any:
     """y = exp(min(scale y + offset + shift, 0)) - mean."""
-    whole, single = types.int64, types.float32
-    signature = types.void(y, whole, offset, whole, mean, whole, whole, single, single)
+    index, single = types.int64, types.float32
+    signature = types.void(y, index, offset, index, mean, index, index, single, single)
     return signature, _rows(3, _kernel)
+
+
+def _kernel_grad(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
+    grad, feature, mean = rows
+    return [builder.fmul(builder.fmul(grad, scalars[0]), builder.fadd(feature, mean))]
+
+
+def _passed(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
+    grad, y = rows[0], builder.fmul(rows[1], scalars[0])
+    above, below = (builder.fcmp_ordered(sign, y, _like(y, one)) for sign, one in (("<=", 1.0), (">=", -1.0)))
+    return [builder.select(builder.and_(above, below), builder.fmul(grad, scalars[0]), _like(grad, 0.0))]
+
+
+def _combined(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
+    y, one, two = rows
+    for row, number in ((one, scalars[0]), (two, scalars[1])):
+        y = builder.fadd(y, builder.fmul(number, row, flags=FUSED), flags=FUSED)
+    return [y]
+
+
+@intrinsic
+def combine_row(
+    typing: Any, y: Any, y0: Any, one: Any, one0: Any, two: Any, two0: Any, length: Any, a: Any, b: Any
+) -> Any:
+    """y += a one + b two."""
+    index, single = types.int64, types.float32
+    return types.void(y, index, one, index, two, index, index, single, single), _rows(3, _combined)
 
 
 @intrinsic
 def add_row(typing: Any, y: Any, y0: Any, x: Any, x0: Any, length: Any) -> Any:
     """y += x."""
-    whole = types.int64
-    return types.void(y, whole, x, whole, whole), _rows(2, lambda b, rows, _: [b.fadd(rows[0], rows[1])])
+    index = types.int64
+    return types.void(y, index, x, index, index), _rows(2, lambda b, rows, _: [b.fadd(rows[0], rows[1])])
 
 
 @intrinsic
-def add_row_twice(typing: Any, y: Any, first: Any, second: Any, x: Any, x0: Any, length: Any) -> Any:
-    """y += x, at two rows of y."""
-    whole = types.int64
+def add_row_twice(
+    typing: Any, y: Any, first: Any, second: Any, x: Any, x0: Any, length: Any, number: Any
+) -> Any:
+    """y += number * x, at two rows of y."""
+    index = types.int64
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         py, px = (pointer_of(context, builder, signature, arguments, i) for i in (0, 3))
-        _, first, second, _, x0, length = arguments
+        _, first, second, _, x0, length, number = arguments
+        wide = splat(builder, number)
+
+        def added(total: Any, term: Any) -> Any:
+            return builder.fadd(total, term, flags=FUSED)
 
         def vector(index: Any) -> None:
-            value = load(builder, px, builder.add(x0, index))
+            term = builder.fmul(wide, load(builder, px, builder.add(x0, index)), flags=FUSED)
             for start in (first, second):
                 place = builder.add(start, index)
-                store(builder, builder.fadd(load(builder, py, place), value), py, place)
+                store(builder, added(load(builder, py, place), term), py, place)
 
         def single(index: Any) -> None:
             value = builder.load(builder.gep(px, [builder.add(x0, index)]))
+            term = builder.fmul(number, value, flags=FUSED)
             for start in (first, second):
                 place = builder.gep(py, [builder.add(start, index)])
-                builder.store(builder.fadd(builder.load(place), value), place)
+                builder.store(added(builder.load(place), term), place)
 
         along(builder, length, vector, single)
         return context.get_dummy_value()
 
-    return types.void(y, whole, whole, x, whole, whole), emit
+    return types.void(y, index, index, x, index, index, types.float32), emit
 
 
 def _carried(builder: Any, rows: list[Any], _: Any) -> list[Any]:
@@ -186,8 +220,8 @@ def _carried(builder: Any, rows: list[Any], _: Any) -> list[Any]:
 @intrinsic
 def carry_row(typing: Any, earlier: Any, earlier0: Any, recent: Any, recent0: Any, length: Any) -> Any:
     """earlier += recent, and in recent what rounding lost."""
-    whole = types.int64
-    return types.void(earlier, whole, recent, whole, whole), _rows(2, _carried)
+    index = types.int64
+    return types.void(earlier, index, recent, index, index), _rows(2, _carried)
 
 
 def _folded(builder: Any, rows: list[Any], _: Any) -> list[Any]:
@@ -198,8 +232,8 @@ def _folded(builder: Any, rows: list[Any], _: Any) -> list[Any]:
 @intrinsic
 def fold_row(typing: Any, y: Any, y0: Any, low: Any, low0: Any, high: Any, high0: Any, length: Any) -> Any:
     """y += high - low, then low += high."""
-    whole = types.int64
-    return types.void(y, whole, low, whole, high, whole, whole), _rows(3, _folded)
+    index = types.int64
+    return types.void(y, index, low, index, high, index, index), _rows(3, _folded)
 
 
 def _scaled(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
@@ -231,8 +265,8 @@ def running_row(
     weight: Any,
 ) -> Any:
     """recent += sign value, then out += weight (earlier + recent)."""
-    whole, single = types.int64, types.float32
-    signature = types.void(recent, whole, out, whole, earlier, whole, value, whole, whole, single, single)
+    index, single = types.int64, types.float32
+    signature = types.void(recent, index, out, index, earlier, index, value, index, index, single, single)
     return signature, _rows(4, _running)
 
 
@@ -241,12 +275,14 @@ def _from_one(step: Step) -> Any:
 
     @intrinsic
     def row(typing: Any, y: Any, y0: Any, x: Any, x0: Any, length: Any, number: Any) -> Any:
-        whole = types.int64
-        return types.void(y, whole, x, whole, whole, types.float32), _rows(2, step)
+        index = types.int64
+        return types.void(y, index, x, index, index, types.float32), _rows(2, step)
 
     return row
 
 
+pass_row = _from_one(_passed)
+"""y = number * y where |number * x| <= 1, else 0."""
 divide_row = _from_one(lambda b, rows, scalars: [b.fdiv(rows[1], scalars[0])])
 """y = x / number."""
 scale_row = _from_one(lambda b, rows, scalars: [b.fmul(rows[1], scalars[0])])
@@ -276,48 +312,63 @@ def _from_two(step: Step) -> Any:
     def row(
         typing: Any, y: Any, y0: Any, one: Any, one0: Any, two: Any, two0: Any, length: Any, number: Any
     ) -> Any:
-        whole = types.int64
-        signature = types.void(y, whole, one, whole, two, whole, whole, types.float32)
+        index = types.int64
+        signature = types.void(y, index, one, index, two, index, index, types.float32)
         return signature, _rows(3, step)
 
     return row
 
 
+kernel_grad_row = _from_two(_kernel_grad)
+"""y *= number * (one + two)."""
 table_row = _from_two(_scaled)
 """y = one + number * two."""
 read_two_rows = _from_two(_quotient)
 """y = (one + two) / number."""
 
 
-@intrinsic
-def read_rows(typing: Any, y: Any, y0: Any, table: Any, rows: Any, count: Any, length: Any, by: Any) -> Any:
-    """y = the sum of `count` rows of a table, at the offsets in `rows`, divided by a number."""
-    whole = types.int64
-    signature = types.void(y, whole, table, rows, whole, whole, types.float32)
+sum_two_rows = _from_two(lambda b, rows, _: [b.fadd(rows[1], rows[2])])
+"""y = one + two."""
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        py, pt, pr = (pointer_of(context, builder, signature, arguments, i) for i in (0, 2, 3))
-        _, y0, _, _, count, length, by = arguments
-        wide = splat(builder, by)
 
-        def summed(zero: Any, value_at: Emit) -> Any:
-            sums = cgutils.alloca_once(builder, zero.type)
-            builder.store(zero, sums)
-            with steps(builder, integer(0), count, 1) as which:
-                value = value_at(builder.load(builder.gep(pr, [which])))
-                builder.store(builder.fadd(builder.load(sums), value), sums)
-            return builder.load(sums)
+def _read_rows(divided: bool) -> Any:
+    @intrinsic
+    def rows_of_table(
+        typing: Any, y: Any, y0: Any, table: Any, rows: Any, count: Any, length: Any, by: Any
+    ) -> Any:
+        """y = the sum of `count` rows of a table, at the offsets in `rows`, divided by a number or not."""
+        index = types.int64
 
-        def vector(index: Any) -> None:
-            total = summed(ZERO, lambda row: load(builder, pt, builder.add(row, index)))
-            store(builder, builder.fdiv(total, wide), py, builder.add(y0, index))
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            py, pt, pr = (pointer_of(context, builder, signature, arguments, i) for i in (0, 2, 3))
+            _, y0, _, _, count, length, by = arguments
+            wide = splat(builder, by)
 
-        def single(index: Any) -> None:
-            zero = ir.Constant(F32, 0.0)
-            total = summed(zero, lambda row: builder.load(builder.gep(pt, [builder.add(row, index)])))
-            builder.store(builder.fdiv(total, by), builder.gep(py, [builder.add(y0, index)]))
+            def summed(zero: Any, by: Any, value_at: Emit) -> Any:
+                sums = cgutils.alloca_once(builder, zero.type)
+                builder.store(zero, sums)
+                with steps(builder, integer(0), count, 1) as which:
+                    value = value_at(builder.load(builder.gep(pr, [which])))
+                    builder.store(builder.fadd(builder.load(sums), value), sums)
+                total = builder.load(sums)
+                return builder.fdiv(total, by) if divided else total
 
-        along(builder, length, vector, single)
-        return context.get_dummy_value()
+            def vector(index: Any) -> None:
+                total = summed(ZERO, wide, lambda row: load(builder, pt, builder.add(row, index)))
+                store(builder, total, py, builder.add(y0, index))
 
-    return signature, emit
+            def single(index: Any) -> None:
+                zero = ir.Constant(F32, 0.0)
+                total = summed(zero, by, lambda row: builder.load(builder.gep(pt, [builder.add(row, index)])))
+                builder.store(total, builder.gep(py, [builder.add(y0, index)]))
+
+            along(builder, length, vector, single)
+            return context.get_dummy_value()
+
+        return types.void(y, index, table, rows, index, index, types.float32), emit
+
+    return rows_of_table
+
+
+read_rows = _read_rows(divided=True)
+sum_rows = _read_rows(divided=False)

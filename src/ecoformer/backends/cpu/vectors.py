@@ -68,7 +68,7 @@ def steps(builder: Any, start: Any, stop: Any, step: int) -> Iterator[Any]:
 
 
 def along(builder: Any, length: Any, vector: Emit, single: Emit) -> None:
-    """Whole vectors of a row first, then its last numbers one by one."""
+    """Full vectors of a row first, then its last numbers one by one."""
     whole = builder.and_(length, integer(-LANES))
     with steps(builder, integer(0), whole, LANES) as index:
         vector(index)
@@ -76,19 +76,23 @@ def along(builder: Any, length: Any, vector: Emit, single: Emit) -> None:
         single(index)
 
 
-def _tile(rows: int) -> Any:
+def _tile(rows: int, transposed: bool = False) -> Any:
     @intrinsic
     def product(
         typing: Any, x: Any, x0: Any, dx: Any, length: Any, w: Any, w0: Any, dw: Any, y: Any, y0: Any, dy: Any
     ) -> Any:
-        """Rows of y = rows of x times 16 columns of w, sums over `length`; 0 is a start, d a stride."""
-        whole = types.int64
-        signature = types.void(x, whole, whole, whole, w, whole, whole, y, whole, whole)
+        """Rows of y = rows of x times 16 columns of w, sums over `length`; 0 is a start, d a stride.
+
+        If `transposed`, columns of x take the place of rows, and the product is added to y.
+        """
+        index = types.int64
+        signature = types.void(x, index, index, index, w, index, index, y, index, index)
 
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             px, pw, py = (pointer_of(context, builder, signature, arguments, i) for i in (0, 4, 7))
             _, x0, dx, length, _, w0, dw, _, y0, dy = arguments
-            starts = [builder.add(x0, builder.mul(dx, integer(i))) for i in range(rows)]
+            across = integer(1) if transposed else dx
+            starts = [builder.add(x0, builder.mul(across, integer(i))) for i in range(rows)]
             before = builder.basic_block
             head, body, end = (builder.append_basic_block(f"tile.{name}") for name in ("head", "body", "end"))
             builder.branch(head)
@@ -101,15 +105,18 @@ def _tile(rows: int) -> Any:
             builder.cbranch(builder.icmp_signed("<", index, length), body, end)
             builder.position_at_end(body)
             weights = load(builder, pw, builder.add(w0, builder.mul(index, dw)))
+            along_x = builder.mul(index, dx) if transposed else index
             for one, start in zip(sums, starts, strict=True):
-                factor = splat(builder, builder.load(builder.gep(px, [builder.add(start, index)])))
+                factor = splat(builder, builder.load(builder.gep(px, [builder.add(start, along_x)])))
                 term = builder.fmul(factor, weights, flags=FUSED)
                 one.add_incoming(builder.fadd(one, term, flags=FUSED), body)
             index.add_incoming(builder.add(index, integer(1)), body)
             builder.branch(head)
             builder.position_at_end(end)
             for i, one in enumerate(sums):
-                store(builder, one, py, builder.add(y0, builder.mul(dy, integer(i))))
+                to = builder.add(y0, builder.mul(dy, integer(i)))
+                total = builder.fadd(load(builder, py, to), one) if transposed else one
+                store(builder, total, py, to)
             return context.get_dummy_value()
 
         return signature, emit
@@ -119,6 +126,8 @@ def _tile(rows: int) -> Any:
 
 tile_product = _tile(TILE)
 row_product = _tile(1)
+tile_outer = _tile(TILE, transposed=True)
+row_outer = _tile(1, transposed=True)
 
 
 def _pointer_to(number: Any) -> Any:
@@ -222,37 +231,142 @@ def nan_bits(typing: Any, y: Any, y0: Any) -> Any:
     return types.int64(y, types.int64), emit
 
 
+def _halves(builder: Any, one: Any, two: Any, width: int, order: tuple[list[int], list[int]]) -> Any:
+    """The sum of two choices among the numbers of two vectors."""
+    lanes = ir.VectorType(I32, width)
+    return builder.fadd(*(builder.shuffle_vector(one, two, ir.Constant(lanes, each)) for each in order))
+
+
+def _narrowed(builder: Any, total: Any, to: int) -> Any:
+    """A vector whose upper half is added to its lower half until it has `to` numbers."""
+    width = LANES
+    while width > to:
+        width //= 2
+        total = _halves(builder, total, total, width, (list(range(width)), list(range(width, 2 * width))))
+    return total
+
+
 @intrinsic
 def square_sum(typing: Any, x: Any, x0: Any, length: Any) -> Any:
     """The sum of a row's squares."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         px = pointer_of(context, builder, signature, arguments, 0)
-        _, x0, length = arguments
-        sums = cgutils.alloca_once_value(builder, ZERO)
-        rest = cgutils.alloca_once_value(builder, ir.Constant(F32, 0.0))
-        builder.store(ZERO, sums)
-        builder.store(ir.Constant(F32, 0.0), rest)
-
-        def vector(index: Any) -> None:
-            value = load(builder, px, builder.add(x0, index))
-            term = builder.fmul(value, value, flags=FUSED)
-            builder.store(builder.fadd(builder.load(sums), term, flags=FUSED), sums)
-
-        def single(index: Any) -> None:
-            value = builder.load(builder.gep(px, [builder.add(x0, index)]))
-            builder.store(builder.fadd(builder.load(rest), builder.fmul(value, value)), rest)
-
-        along(builder, length, vector, single)
-        total, width = builder.load(sums), LANES
-        while width > 1:
-            width //= 2
-            lanes = ir.VectorType(I32, width)
-            halves = [
-                builder.shuffle_vector(total, total, ir.Constant(lanes, list(range(start, start + width))))
-                for start in (0, width)
-            ]
-            total = builder.fadd(*halves)
-        return builder.fadd(builder.extract_element(total, ir.Constant(I32, 0)), builder.load(rest))
+        sums, rests = _products(builder, px, arguments[1], [(px, arguments[1])], arguments[2])
+        return _total(builder, sums[0], rests[0])
 
     return types.float32(x, types.int64, types.int64), emit
+
+
+@intrinsic
+def dot(typing: Any, x: Any, x0: Any, y: Any, y0: Any, length: Any) -> Any:
+    """The inner product of two rows."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        px, py = (pointer_of(context, builder, signature, arguments, i) for i in (0, 2))
+        sums, rests = _products(builder, px, arguments[1], [(py, arguments[3])], arguments[4])
+        return _total(builder, sums[0], rests[0])
+
+    return types.float32(x, types.int64, y, types.int64, types.int64), emit
+
+
+def _products(
+    builder: Any, px: Any, x0: Any, rows: list[tuple[Any, Any]], length: Any, minus: bool = False
+) -> tuple[list[Any], list[Any]]:
+    """Vectors, and numbers left over, whose sums are the inner products of x with rows.
+
+    If `minus`, all rows but the first are subtracted from the first.
+    """
+    sums = [cgutils.alloca_once(builder, VECTOR) for _ in rows]
+    rests = [cgutils.alloca_once(builder, F32) for _ in rows]
+    for one, rest in zip(sums, rests, strict=True):
+        builder.store(ZERO, one)
+        builder.store(ir.Constant(F32, 0.0), rest)
+
+    def factors(values: list[Any]) -> list[Any]:
+        return [values[0], *(builder.fsub(values[0], value) for value in values[1:])] if minus else values
+
+    def vector(index: Any) -> None:
+        value = load(builder, px, builder.add(x0, index))
+        others = factors([load(builder, py, builder.add(y0, index)) for py, y0 in rows])
+        for one, other in zip(sums, others, strict=True):
+            term = builder.fmul(value, other, flags=FUSED)
+            builder.store(builder.fadd(builder.load(one), term, flags=FUSED), one)
+
+    def single(index: Any) -> None:
+        value = builder.load(builder.gep(px, [builder.add(x0, index)]))
+        others = factors([builder.load(builder.gep(py, [builder.add(y0, index)])) for py, y0 in rows])
+        for rest, other in zip(rests, others, strict=True):
+            builder.store(builder.fadd(builder.load(rest), builder.fmul(value, other)), rest)
+
+    along(builder, length, vector, single)
+    return [builder.load(one) for one in sums], [builder.load(rest) for rest in rests]
+
+
+def _total(builder: Any, vector: Any, rest: Any) -> Any:
+    """The sum of a vector's numbers and one more."""
+    first = builder.extract_element(_narrowed(builder, vector, 1), ir.Constant(I32, 0))
+    return builder.fadd(first, rest)
+
+
+@intrinsic
+def dot_two(typing: Any, x: Any, x0: Any, y: Any, one: Any, two: Any, length: Any) -> Any:
+    """The inner product of a row with the sum of two others."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        px, py = (pointer_of(context, builder, signature, arguments, i) for i in (0, 2))
+        _, x0, _, one, two, length = arguments
+        sums, rests = _products(builder, px, x0, [(py, one), (py, two)], length)
+        return _total(builder, builder.fadd(*sums), builder.fadd(*rests))
+
+    index = types.int64
+    return types.float32(x, index, y, index, index, index), emit
+
+
+@intrinsic
+def dot_flips(
+    typing: Any, x: Any, x0: Any, table: Any, t0: Any, dt: Any, value: Any, bits: Any, length: Any, to: Any
+) -> Any:
+    """The product of x with row `value` of a table of 2^bits rows with stride dt, which is returned.
+
+    And h/2 times that product minus the one with the row whose bit r differs, where h is ±1 as bit r of
+    `value`: for all bits, to `to` on in the table's memory. Up to three more numbers are written there.
+    """
+    index = types.int64
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        px, pt = (pointer_of(context, builder, signature, arguments, i) for i in (0, 2))
+        _, x0, _, t0, dt, value, bits, length, to = arguments
+        found = cgutils.alloca_once(builder, F32)
+        four = ir.VectorType(F32, 4)
+        last = builder.sub(bits, integer(1))
+
+        def row(number: Any) -> tuple[Any, Any]:
+            return pt, builder.add(t0, builder.mul(number, dt))
+
+        with steps(builder, integer(0), bits, 4) as first:
+            flips = []
+            for i in range(4):
+                bit = builder.add(first, integer(i))
+                bit = builder.select(builder.icmp_signed("<", bit, last), bit, last)
+                flips.append(builder.xor(value, builder.shl(integer(1), bit)))
+            rows = [row(each) for each in (value, *flips)]
+            sums, rests = _products(builder, px, x0, rows, length, minus=True)
+            builder.store(_total(builder, sums[0], rests[0]), found)
+            a, b, c, d = (_narrowed(builder, one, 4) for one in sums[1:])
+            pairs = [_halves(builder, x, y, 4, ([0, 1, 4, 5], [2, 3, 6, 7])) for x, y in ((a, b), (c, d))]
+            total = _halves(builder, pairs[0], pairs[1], 4, ([0, 2, 4, 6], [1, 3, 5, 7]))
+            rest = ir.Constant(four, ir.Undefined)
+            for i, number in enumerate(rests[1:]):
+                rest = builder.insert_element(rest, number, ir.Constant(I32, i))
+            total = builder.fadd(total, rest)
+            signs = builder.bitcast(
+                builder.trunc(builder.lshr(value, first), ir.IntType(4)), ir.VectorType(ir.IntType(1), 4)
+            )
+            halves = [ir.Constant(four, [number] * 4) for number in (0.5, -0.5)]
+            total = builder.fmul(total, builder.select(signs, *halves))
+            place = builder.gep(pt, [builder.add(to, first)])
+            builder.store(total, builder.bitcast(place, four.as_pointer()), align=4)
+        return builder.load(found)
+
+    return types.float32(x, index, table, index, index, index, index, index, index), emit

@@ -1,0 +1,276 @@
+"""Gradients in full order: what queries send to the state, and what keys read from its gradient.
+
+The backward is the forward with sides exchanged. A query adds its gradient, divided by the denominator, to
+the buckets of its code; mixed by the same matrix, these sums are what keys read. The affinity is linear in
+every bit, so a bit's gradient is half the difference of its two values: a token's row (its output's gradient,
+or its value) times the rows that its code reads with and without that bit flipped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ecoformer.backends.cpu.compiler import compiled, float32, float64, inlined, int64
+from ecoformer.backends.cpu.hashing import hash_tokens, product
+from ecoformer.backends.cpu.hashing_backward import hash_gradients
+from ecoformer.backends.cpu.problem import BLOCK, STRETCH, Gradients, Worker, digits, padded, state_rows
+from ecoformer.backends.cpu.rows import combine_row, scale_row
+from ecoformer.backends.cpu.sums import (
+    add_to_buckets,
+    clear,
+    clear_buckets,
+    divisor,
+    fold,
+    key_weight,
+    look_up,
+    merge,
+    sum_reads,
+    tabulate,
+    total_weight,
+)
+from ecoformer.backends.cpu.vectors import dot, dot_flips, dot_two, doubles, floats, octets
+
+_padded = inlined(padded)
+_digits = inlined(digits)
+_state_rows = inlined(state_rows)
+_ZERO = np.float32(0)
+
+
+@inlined
+def prepare_flips(w: Worker, sums: int, tally: int) -> None:
+    """What bit gradients need of a state whose groups are mixed."""
+    if w.p.group:
+        _prepare_group_flips(w, tally)
+    else:
+        _prepare_columns(w, sums, tally)
+
+
+@compiled
+def _prepare_group_flips(w: Worker, tally: int) -> None:
+    p, exact = w.p, w.exact
+    for row in range(_state_rows(p.bits, p.group)):
+        for r in range(p.group):
+            half = 0.5 if (row >> r) & 1 else -0.5
+            difference = exact[tally + row] - exact[tally + (row ^ (int64(1) << r))]
+            w.memory[w.at.flips + row * p.group + r] = half * difference
+
+
+@compiled
+def _prepare_columns(w: Worker, sums: int, tally: int) -> None:
+    p, at, wide, wide_b = w.p, w.at, _padded(w.p.channels), _padded(w.p.bits)
+    for i in range(p.channels * wide_b):
+        w.memory[at.columns + i] = _ZERO
+    for r in range(p.bits):
+        w.memory[at.flips + r] = w.exact[tally + r]
+        for c in range(p.channels):
+            w.memory[at.columns + c * wide_b + r] = w.memory[sums + r * wide + c]
+
+
+@inlined
+def block_dots(w: Worker, x: Any, x0: int, stride: int, count: int) -> None:
+    """For the paper's affinity: `dots` of a block of rows x."""
+    p, at = w.p, w.at
+    if not p.group:
+        product(x, x0, stride, count, p.channels, w.memory, at.columns, _padded(p.bits), at.dots)
+
+
+@inlined
+def flip_bits(w: Worker, code: int, x: Any, x0: int, sums: int, dots: int) -> Any:
+    """For groups: `dots` and `weights` of one row x; returns where the latter are."""
+    p, at, memory = w.p, w.at, w.memory
+    if not p.group:
+        return at.flips
+    size, low = _padded(p.channels) << p.group, (int64(1) << p.group) - 1
+    for j in range(p.bits // p.group):
+        value, first = (code >> (j * p.group)) & low, j * p.group
+        same = dot_flips(
+            x, x0, memory, sums + j * size, size >> p.group, value, p.group, p.channels, dots + first
+        )
+        memory[at.items + j] = same
+        flips = at.flips + ((j << p.group) + value) * p.group
+        for r in range(p.group):
+            memory[at.weights + first + r] = memory[flips + r]
+    return at.weights
+
+
+@inlined
+def _add_levels(w: Worker, code: int, bits: int, dots: float, weights: float) -> None:
+    """Add a query to the sums from which the gradients of scale and ratio are found."""
+    p, at, exact, groups = w.p, w.at, w.exact, w.p.bits // w.p.group
+    low = (int64(1) << p.group) - 1
+    for j in range(groups):
+        row = (j << p.group) + ((code >> (j * p.group)) & low)
+        exact[at.levels_grads + j] += dots * w.memory[at.items + j] + weights * exact[at.tallies + row]
+        for r in range(j * p.group, (j + 1) * p.group):
+            grad = w.memory[bits + r]
+            exact[at.levels_grads + groups + j] += grad if (code >> r) & 1 else -grad
+
+
+@inlined
+def begin_gradients(w: Worker) -> None:
+    """Clear what is summed over a part."""
+    p, at = w.p, w.at
+    for i in range((p.samples if p.samples else p.dim) * _padded(p.bits)):
+        w.memory[at.weight_grads + i] = _ZERO
+    for i in range(2 * p.bits):
+        w.exact[at.levels_grads + i] = 0.0
+
+
+@inlined
+def save_weights(w: Worker, to: int, unit: int) -> None:
+    """Write the gradient of hash functions, summed over a part."""
+    if to:
+        size = (w.p.samples if w.p.samples else w.p.dim) * _padded(w.p.bits)
+        scale_row(floats(to), unit * size, w.memory, w.at.weight_grads, size, float32(1))
+
+
+@inlined
+def save_levels(w: Worker, g: Gradients, unit: int) -> None:
+    """Write what the gradients of scale and ratio are found from."""
+    if g.levels:
+        size = 2 * (w.p.bits // w.p.group)
+        for i in range(size):
+            doubles(g.levels)[unit * size + i] = w.exact[w.at.levels_grads + i]
+
+
+@inlined
+def _dot_reads(w: Worker, one: int, two: int, x: Any, x0: int) -> Any:
+    """The product of a row with the sum of the rows that were looked up last."""
+    p, at = w.p, w.at
+    if _digits(p.bits, p.digit) == 2:
+        return dot_two(x, x0, w.memory, one, two, p.channels)
+    sum_reads(w, one, two, w.memory, at.row)
+    return dot(x, x0, w.memory, at.row, p.channels)
+
+
+@inlined
+def denominator_gradient(
+    w: Worker, head: int, above: float, below: float, inverse: float, total: float
+) -> Any:
+    """Of a query whose output has the product `above` with its gradient, times the denominator.
+
+    A denominator at its floor passes its gradient to the number of keys, at the end of `grad_tallies`.
+    """
+    p = w.p
+    falls = 0.0 if total == 0.0 else -above * inverse * inverse
+    if p.group and below < floats(p.floor)[head] * total:
+        w.exact[w.at.grad_tallies + _state_rows(p.bits, p.group)] += floats(p.floor)[head] * falls
+        return 0.0
+    return falls
+
+
+@inlined
+def query_gradients(w: Worker, g: Gradients, unit: int, batch: int, head: int, first: int, last: int) -> None:
+    """Queries `first` to `last`: gradients of their tokens, and of the state."""
+    p, at, group = w.p, w.at, unit // w.p.pieces
+    merge(w, p.kept_sums, p.kept_tallies, group, group + 1)
+    total = total_weight(w)
+    tabulate(w, head)
+    prepare_flips(w, at.sums, at.tallies)
+    clear(w, at.grads, at.grad_tallies)
+    begin_gradients(w)
+    for begin in range(first, last, STRETCH):
+        end = min(begin + STRETCH, last)
+        clear_buckets(w)
+        for start in range(begin, end, BLOCK):
+            _query_block(w, g, group, batch, head, start, min(BLOCK, end - start), total)
+        fold(w, at.grads, at.grad_tallies)
+    if p.k:
+        save_weights(w, g.weight, unit)
+    save_levels(w, g, unit)
+
+
+@compiled
+def _query_block(
+    w: Worker, g: Gradients, group: int, batch: int, head: int, begin: int, count: int, total: float
+) -> None:
+    p, at, wide = w.p, w.at, _padded(w.p.bits)
+    queries, token = floats(p.q), batch * p.q_batch + head * p.q_head + begin * p.q_token
+    broken = w.exact[at.tallies + _state_rows(p.bits, p.group)] != 0.0
+    codes = group * p.keys + begin
+    if p.k:
+        codes = int64(0)
+        hash_tokens(w, int64(0), queries, token, p.q_token, count, codes)
+    for i in range(count * wide):
+        w.memory[at.bit_grads + i] = _ZERO
+    grads, grad = floats(p.out), batch * p.out_batch + head * p.out_head + begin * p.out_token
+    block_dots(w, grads, grad, p.out_token, count)
+    for t in range(count):
+        code, row = w.codes[codes + t], grad + t * p.out_token
+        below, one, two = look_up(w, code)
+        by = divisor(p, head, below, total, broken or w.nans[codes + t] != 0)
+        above = _dot_reads(w, one, two, grads, row)
+        inverse = 1.0 / float64(by)
+        falls = denominator_gradient(w, head, above, below, inverse, total)
+        bits, dots = at.bit_grads + t * wide, at.dots + t * wide
+        weights = flip_bits(w, code, grads, row, at.sums, dots)
+        combine_row(w.memory, bits, w.memory, dots, w.memory, weights, wide, float32(inverse), float32(falls))
+        if g.levels:
+            _add_levels(w, code, bits, inverse, falls)
+        add_to_buckets(w, code, grads, row, float32(inverse), falls)
+    if not p.k:
+        bits = (group * p.keys + begin) * wide
+        scale_row(floats(g.bits), bits, w.memory, at.bit_grads, count * wide, float32(1))
+    elif g.q or g.weight:
+        to = ((batch * p.heads + head) * p.queries + begin) * p.dim
+        hash_gradients(w, int64(0), queries, token, p.q_token, count, g.q, to, False, g.weight != 0)
+
+
+@inlined
+def key_gradients(w: Worker, g: Gradients, unit: int, batch: int, head: int, first: int, last: int) -> None:
+    """Keys `first` to `last` from the gradient of the state, which is where the state was."""
+    p, at = w.p, w.at
+    counted = w.exact[at.tallies + _state_rows(p.bits, p.group)]
+    tabulate(w, head)
+    prepare_flips(w, at.sums, at.tallies)
+    begin_gradients(w)
+    for begin in range(first, last, BLOCK):
+        _key_block(w, g, unit // p.pieces, batch, head, begin, min(BLOCK, last - begin), counted)
+    if p.key_hash:
+        save_weights(w, g.key_hash, unit)
+    else:  # after those of the queries, if these have tokens of their own
+        save_weights(w, g.weight, unit + (p.batch * p.heads * p.pieces if p.k else 0))
+
+
+@compiled
+def _key_block(
+    w: Worker, g: Gradients, group: int, batch: int, head: int, begin: int, count: int, counted: float
+) -> None:
+    p, at, wide = w.p, w.at, _padded(w.p.bits)
+    keys, token = floats(p.k if p.k else p.q), batch * p.k_batch + head * p.k_head + begin * p.k_token
+    codes = int64(0) if p.k else group * p.keys + begin
+    if p.k or g.q or g.weight:
+        hash_tokens(w, at.keys, keys, token, p.k_token, count, codes)
+    if p.k:
+        for i in range(count * wide):
+            w.memory[at.bit_grads + i] = _ZERO
+    else:
+        bits = (group * p.keys + begin) * wide
+        scale_row(w.memory, at.bit_grads, floats(g.bits), bits, count * wide, float32(1))
+    first = (batch * p.heads + head) * p.keys + begin
+    values, value = floats(p.v), batch * p.v_batch + head * p.v_head + begin * p.v_token
+    block_dots(w, values, value, p.v_token, count)
+    for t in range(count):
+        code, row, to = w.codes[codes + t], value + t * p.v_token, (first + t) * p.channels
+        weight, of_weight = key_weight(p, batch, head, begin + t), 0.0
+        out, out0 = (floats(g.v), to) if g.v else (w.memory, at.row)
+        if p.mask and octets(p.mask)[batch * p.mask_batch + (begin + t) * p.mask_token]:
+            for i in range(p.channels):
+                out[out0 + i] = _ZERO
+        else:
+            below, one, two = look_up(w, code)
+            sum_reads(w, one, two, out, out0)
+            of_weight = dot(values, row, out, out0, p.channels) + below + counted
+            bits, dots = at.bit_grads + t * wide, at.dots + t * wide
+            weights = flip_bits(w, code, values, row, at.sums, dots)
+            combine_row(w.memory, bits, w.memory, dots, w.memory, weights, wide, weight, weight)
+            if p.key_weight:
+                scale_row(out, out0, out, out0, p.channels, weight)
+        if g.key_weight:
+            floats(g.key_weight)[first + t] = of_weight
+    to_weight = g.key_hash if p.key_hash else g.weight
+    if g.k or to_weight:
+        add = g.k == g.q and p.k != 0
+        hash_gradients(w, at.keys, keys, token, p.k_token, count, g.k, first * p.dim, add, to_weight != 0)
