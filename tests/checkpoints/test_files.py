@@ -122,10 +122,7 @@ VIT = transformers.ViTConfig(image_size=64, patch_size=16, **SIZES)
 MODELS = {
     "ours, pvt": lambda: ours("pvt_v2_b0", attention_config=ECO | LOCAL),
     "ours, twins": lambda: ours("twins_svt_small", attention_config=ECO, attention_layers=["blocks.1.*"]),
-    "ours, one channel": lambda: ours("pvt_v2_b0", attention="softmax", in_chans=1, drop_path_rate=0.1),
     "ours, converted": lambda: converted(ours("pvt_v2_b0", attention="softmax"), ("eco", ECO | LOCAL)),
-    "timm pvt": lambda: converted(timm.create_model("pvt_v2_b0", drop_path_rate=0.1), ("eco", ECO)),
-    "timm pvt, twice": lambda: converted(timm.create_model("pvt_v2_b0"), ("softmax", LOCAL), ("eco", ECO)),
     "timm pvt, some": lambda: converted(
         timm.create_model("pvt_v2_b0"),
         ("softmax", {}),
@@ -136,10 +133,8 @@ MODELS = {
     "timm vit": lambda: converted(vit(), ("eco", ECO | LOCAL)),
     "timm vit, sized": lambda: converted(vit(global_pool="avg"), ("linformer", {"example": SMALL})),
     "timm deit": lambda: converted(vit("deit_tiny_distilled_patch16_224"), ("softmax", {}), ("eco", ECO)),
-    "timm vit, not converted": vit,
     "bert": lambda: converted(bert(), ("eco", ECO | {"local": 3})),
     "bert, tied": lambda: converted(bert("BertForMaskedLM"), ("softmax", {}), ("eco", ECO)),
-    "bert, some": lambda: converted(bert(), ("linformer", {"seq_len": 9, "k": 4, "layers": "*.1.*"})),
     "vit of transformers": lambda: converted(transformers.ViTModel(VIT), ("eco", ECO | LOCAL)),
     "bert, not converted": bert,
 }
@@ -161,14 +156,12 @@ def test_the_same_model_again(kind, tmp_path):
     assert path == tmp_path / "model.safetensors"
     again = ecoformer.load(str(path))
     assert_same(again, model.eval(), x)
-    # What was loaded can be saved and converted like what was saved.
-    ecoformer.save(again, tmp_path / "again")
-    assert_same(ecoformer.load(tmp_path / "again"), model, x)
+    # What was loaded can be converted like what was saved.
     assert attempt(again) == attempt(model)
     assert_same(again, model, x)
 
 
-@pytest.mark.parametrize("kind", ["ours, pvt", "timm vit", "bert"])
+@pytest.mark.parametrize("kind", ["ours, twins", "bert"])
 def test_a_model_that_was_trained_with_gradient_checkpointing(kind, tmp_path):
     model, x = made(kind)
     switch = getattr(model, "set_grad_checkpointing", None) or model.gradient_checkpointing_enable
@@ -196,12 +189,10 @@ def test_precisions_may_be_mixed(tmp_path):
     assert torch.equal(again.head.weight.float(), model.head.weight)
 
 
-@pytest.mark.parametrize("name", ["ecoformer_pvt_v2_b0", "ecoformer_twins_svt_small", "pvt_v2_b0"])
+@pytest.mark.parametrize("name", ["pvt_v2_b0", "twins_svt_small"])
 @pytest.mark.parametrize("head", [(3, None), (0, "")], ids=str)
 def test_another_head(name, head, tmp_path):
-    sizes = {"pvt_v2_b0": {}, "ecoformer_pvt_v2_b0": PVT, "ecoformer_twins_svt_small": TWINS}[name]
-    model = timm.create_model(name, **sizes)
-    ecoformer.convert(model, "softmax")
+    model = ours(name, attention="softmax")
     model.reset_classifier(*head)
     settle(model, IMAGES)
     assert_same(ecoformer.load(ecoformer.save(model, tmp_path / "model")), model, IMAGES)
@@ -209,7 +200,7 @@ def test_another_head(name, head, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "head"),
-    [("resnet18", (3, "max")), ("resnet18", (0, "")), ("mobilenetv3_small_050", (3, "avg"))],
+    [("resnet18", (3, "max")), ("mobilenetv3_small_050", (0, ""))],
     ids=str,
 )
 def test_pooling_by_a_module(name, head, tmp_path):
@@ -313,7 +304,6 @@ def plain_file(tmp_path, **edits):
     return storage.write(path, tensors, description | edits), model
 
 
-@pytest.mark.parametrize("build", ["ours", "plain"])
 @pytest.mark.parametrize(
     ("saved", "given"),
     [
@@ -323,21 +313,9 @@ def plain_file(tmp_path, **edits):
     ],
     ids=["mechanism", "settings", "names"],
 )
-def test_into_a_model_with_another_mechanism(build, saved, given, tmp_path):
-    if build == "plain":
-        (model, other), x = [converted(Plain(), step) for step in (saved, given)], TOKENS
-    else:
-        model, other = (ours("pvt_v2_b0", attention=a, attention_config=c) for a, c in (saved, given))
-        x = IMAGES
-    path = ecoformer.save(settle(model, x), tmp_path / "model")
-    settle(other, x)
-    before = snapshot(other)
-    try:
-        ecoformer.load(path, other)
-    except CheckpointError:
-        assert snapshot(other) == before
-    else:
-        assert torch.equal(run(other, x), run(model, x))
+def test_into_a_model_with_another_mechanism(saved, given, tmp_path):
+    model, other = (settle(converted(Plain(), step), TOKENS) for step in (saved, given))
+    refused(ecoformer.save(model, tmp_path / "model"), other)
 
 
 def test_into_another_architecture(tmp_path):

@@ -1,7 +1,6 @@
 """Every pyramid with every mechanism, and everything that timm asks of a model."""
 
 import copy
-import pickle
 
 import pytest
 import safetensors.torch
@@ -38,7 +37,6 @@ DEPTHS = {
 # In millions, as Wang et al. (PVT v2) and Chu et al. (Twins) have them; the latter cut, we round.
 PUBLISHED = dict(zip(DEPTHS, (3.7, 14.0, 25.4, 45.2, 62.6, 82.0, 24.1, 56.1, 99.3), strict=True))
 REDUCTIONS = (8, 4, 2, 1)
-SHARED = {"eco", "klsh_eco", "lsh_eco", "bi_eco", "fp_eco", "reformer"}
 SMALL = ["pvt_v2_b0", "twins_svt_small"]
 NARROW = {
     "pvt_v2_b0": {"depths": (1, 1, 1, 1), "embed_dims": (8, 16, 40, 64)},
@@ -138,9 +136,8 @@ def test_parameter_counts(variant):
     assert round(published_count(variant) / 1e6, 1) == PUBLISHED[variant]
     assert published_count("pvt_v2_b0") == 3_666_760
     assert count(on_meta(variant)) == published_count(variant)
-    for attention in ("eco", "softmax"):
-        expected = published_count(variant, sr=False, shared=attention in SHARED)
-        assert count(on_meta(f"ecoformer_{variant}", attention=attention)) == expected, attention
+    expected = published_count(variant, sr=False, shared=True)
+    assert count(on_meta(f"ecoformer_{variant}", attention="eco")) == expected
     if variant not in SMALL:
         return
     side, linear = 224 // 4, published_count(variant, sr=False)
@@ -167,10 +164,9 @@ def test_same_as_timms_model_converted(variant, attention):
 
 
 @both
-@pytest.mark.parametrize("attention", ecoformer.list_attentions())
+@pytest.mark.parametrize("attention", ["eco", "softmax", "linformer", "combiner"])
 def test_any_resolution(variant, attention):
-    config = {"support": 4} if attention == "klsh_eco" else None
-    model = small(variant, attention, config=config, img_size=(128, 256))
+    model = small(variant, attention, img_size=(128, 256))
     for size in [(32, 32), (33, 47), (127, 33)] + [(1, 1), (7, 31)] * (variant in PVT):
         with torch.no_grad():
             logits = model(images(*size))
@@ -188,10 +184,8 @@ def test_linformer_has_a_largest_input(variant):
     assert small(variant, "linformer", img_size=(64, 128))(images(64, 128)).isfinite().all()
 
 
-@both
-@pytest.mark.parametrize("attention", ["eco", "linformer"])
-def test_built_in_half_precision(variant, attention):
-    model = small(variant, attention, x=images(64, 96).bfloat16(), dtype=torch.bfloat16)
+def test_built_in_half_precision():
+    model = small("twins_svt_small", "linformer", x=images(64, 96).bfloat16(), dtype=torch.bfloat16)
     assert model(images(64, 96).bfloat16()).dtype == torch.bfloat16
 
 
@@ -207,20 +201,7 @@ def test_half_precision(variant):
 
 
 @both
-def test_copies(variant):
-    model, x = small(variant), images()
-    logits = model(x)
-    twin = copy.deepcopy(model)
-    assert torch.equal(twin(x), logits)
-    assert torch.equal(pickle.loads(pickle.dumps(model))(x), logits)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.zero_()
-    assert torch.equal(model(x), logits)
-
-
-@both
-@pytest.mark.parametrize("attention_layers", ["all", ["*.2.*0.attn"], None])
+@pytest.mark.parametrize("attention_layers", ["all", ["*.2.*0.attn"]])
 def test_which_layers(variant, attention_layers):
     model = small(variant, attention_layers=attention_layers, x=images(224, 224))
     hashed, depth = ecoformer.hashers_of(model), sum(shallow(variant))
@@ -229,7 +210,7 @@ def test_which_layers(variant, attention_layers):
             "stages.2.blocks.0" if variant in PVT else "blocks.2.0"
         ]
     else:
-        assert len(hashed) == (depth if attention_layers == "all" else 3 * depth // 4)
+        assert len(hashed) == depth
     assert model(images()).isfinite().all()
 
 
@@ -357,11 +338,8 @@ def test_mistakes_are_named():
 @pytest.mark.parametrize(
     ("kwargs", "kind"),
     [
-        ({}, "pth"),
         ({}, "safetensors"),
-        ({"num_classes": 7}, "pth"),
-        ({"in_chans": 1}, "safetensors"),
-        ({"attention": "softmax"}, "pth"),
+        ({"num_classes": 7, "in_chans": 1}, "pth"),
         ({"attention": "linformer"}, "safetensors"),
     ],
     ids=str,
