@@ -99,8 +99,6 @@ def test_codes_of_nearly_equal_tokens_are_no_matter_of_rounding(difference, agre
 
 SAME = {
     "zero": torch.zeros(4, 2, 20, 8),
-    "one": torch.ones(4, 2, 20, 8),
-    "any": normal(2, 1, 8).expand(4, 2, 20, 8),
     "lengths differ": normal(2, 1, 8) * normal(4, 2, 20, 1).abs(),
     "rounding": normal(2, 1, 8) * (1 + EPS * normal(4, 2, 20, 8, seed=1)),
 }
@@ -108,11 +106,10 @@ SAME = {
 
 @pytest.mark.parametrize("tokens", SAME.values(), ids=SAME)
 @pytest.mark.parametrize("make", [KernelHasher, KlshHasher])
-@pytest.mark.parametrize("options", [QUICK, FitOptions.released()], ids=["default", "released"])
-def test_tokens_that_are_all_the_same(tokens, make, options):
+def test_tokens_that_are_all_the_same(tokens, make):
     hasher = make(2, 8, support=5)
     with pytest.warns(UserWarning, match=r"^tokens \(4, 2, 20, 8\) are all the same in head 0, 1, ") as found:
-        hasher.fit(tokens, options=options)
+        hasher.fit(tokens, options=QUICK)
     assert found[0].filename == __file__
     assert (hasher.weight == 0).all()
     assert (hasher(tokens) == 1).all()

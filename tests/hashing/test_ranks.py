@@ -69,11 +69,10 @@ def test_what_padding_holds_does_not_matter(kind, content):
 
 
 @pytest.mark.parametrize("kind", ["kernel", "trainable", "klsh"])
-@pytest.mark.parametrize("seed", range(3))
-def test_how_far_padding_goes_does_not_matter(kind, seed):
+def test_how_far_padding_goes_does_not_matter(kind):
     """Up to rounding: codes are those learned from tokens without the padding."""
-    x = tokens(seed=seed)
-    wide = torch.cat([x, 9 * tokens(n=8, seed=seed + 50)], dim=2)
+    x = tokens()
+    wide = torch.cat([x, 9 * tokens(n=8, seed=50)], dim=2)
     cut, padded = fitted(kind, x), fitted(kind, wide, key_padding_mask=mask([12] * 7, n=20))
     torch.testing.assert_close(cut.support_samples, padded.support_samples)
     torch.testing.assert_close(cut.sigma, padded.sigma)
@@ -84,9 +83,7 @@ def test_how_far_padding_goes_does_not_matter(kind, seed):
 # Cases for two ranks: every sample's rank, its length, and the tokens each rank's tensor is long.
 CASES = {
     "uneven": ([0, 1, 1, 1, 1, 1, 1], None, (12, 12)),
-    "interleaved": ([1, 0, 1, 0, 0, 1, 1], None, (12, 12)),
     "empty rank": ([1, 1, 1, 1, 1, 1, 1], None, (12, 12)),
-    "padded on one rank": ([1, 0, 1, 0, 0, 1, 1], [12, 12, 5, 12, 12, 1, 9], (12, 12)),
     "other lengths, padded": ([1, 0, 1, 0, 0, 1, 1], [11, 8, 12, 3, 5, 4, 12], (8, 12)),
 }
 

@@ -119,13 +119,12 @@ def test_no_bit_is_worse_than_its_start(options, monkeypatch):
 
 
 @every_option
-@pytest.mark.parametrize("seed", range(2))
-def test_learning_lowers_the_objective(options, seed):
-    problem = Problem(seed=seed)
+def test_learning_lowers_the_objective(options):
+    problem = Problem()
     still = FitOptions(**{**vars(options), "steps": 0})
-    one_bit = [problem.objective(problem.learn(o, bits=1, seed=seed)) for o in (still, options)]
+    one_bit = [problem.objective(problem.learn(o, bits=1)) for o in (still, options)]
     assert (one_bit[1] <= one_bit[0]).all()
-    all_bits = [problem.objective(problem.learn(o, seed=seed)).sum() for o in (still, options)]
+    all_bits = [problem.objective(problem.learn(o)).sum() for o in (still, options)]
     assert all_bits[1] <= all_bits[0]
 
 
@@ -163,8 +162,8 @@ def test_padding_teaches_nothing(options):
 
 
 @every_option
-@pytest.mark.parametrize("features", [0.0, 1e-9, 1.0])
-@pytest.mark.parametrize("n", [1, 2, 3, 9])
+@pytest.mark.parametrize("features", [0.0, 1.0])
+@pytest.mark.parametrize("n", [1, 9])
 def test_constant_features_give_finite_weights(options, features, n):
     constant = torch.full((1, 2, n, M), features)
     labels = SparseLabels(find_pairs(torch.ones(1, 2, n, 4), 2))

@@ -74,7 +74,7 @@ def assert_same_way(folder: Path, other: Path, chosen, splits: Splits) -> None:
         assert (ours[name] - there).norm() < 1e-3 * way + 1e-6, name
 
 
-@pytest.mark.parametrize("kind", ["pairs", "tokens"])
+@pytest.mark.parametrize("kind", [pytest.param("pairs", marks=pytest.mark.slow), "tokens"])
 def test_two_processes_with_half_of_the_tokens_learn_what_one_does(kind, tmp_path):
     one = recipe(SPLIT, "accumulate=2", folder=tmp_path)
     two = recipe(SPLIT, "accumulate=2", "split_tokens=2", folder=tmp_path)
@@ -158,6 +158,7 @@ def test_masks_averages_and_resuming(tmp_path):
     assert outcome(tmp_path / "alone")["result"]["changes"] == ["from step 6 on: split_tokens: 2 then, 1 now"]
 
 
+@pytest.mark.slow
 def test_half_precision(tmp_path):
     one = recipe(SPLIT, "precision=bf16", folder=tmp_path)
     two = recipe(SPLIT, "precision=bf16", "split_tokens=2", folder=tmp_path)
