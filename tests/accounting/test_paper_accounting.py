@@ -1,4 +1,4 @@
-"""The paper's accounting gives the paper's figures: exact integers, and printed tables to their digits."""
+"""The paper's accounting; the integers of all its models are in tests/report/test_tables.py."""
 
 import json
 
@@ -13,49 +13,11 @@ from ecoformer.models.text import TextEncoder
 timm = pytest.importorskip("timm")
 
 IMAGE = (1, 3, 224, 224)
-# (multiplications, additions) at 224 x 224, 1000 classes, 25 support samples, 16 bits
-INTEGERS = {
-    ("pvt_v2_b0", "softmax"): (2015865904, 1993315712),
-    ("pvt_v2_b0", "eco"): (535392840, 564786176),
-    ("pvt_v2_b1", "softmax"): (5019124144, 4996573952),
-    ("pvt_v2_b1", "eco"): (2029620424, 2088843392),
-    ("pvt_v2_b2", "softmax"): (8640611832, 8604980992),
-    ("pvt_v2_b2", "eco"): (3852777536, 3965112192),
-    ("pvt_v2_b3", "softmax"): (11861205432, 11823269632),
-    ("pvt_v2_b3", "eco"): (6541431056, 6715070592),
-    ("pvt_v2_b4", "softmax"): (15972298376, 15927716608),
-    ("pvt_v2_b4", "eco"): (9571194156, 9823508288),
-    ("twins_svt_small", "softmax"): (5957848896, 5910366720),
-    ("twins_svt_small", "eco"): (2718878336, 2808034816),
-}
-# Attention alone, as printed: multiplications, additions (10^9), energy (10^9 pJ). B4's softmax
-# multiplications are printed as 8.63 where the count is 8.638.
-ATTENTION = {
-    ("pvt_v2_b0", "softmax"): (1.58, 1.56, 7.26),
-    ("pvt_v2_b0", "eco"): (0.10, 0.13, 0.50),
-    ("pvt_v2_b1", "softmax"): (3.38, 3.36, 15.52),
-    ("pvt_v2_b1", "eco"): (0.39, 0.45, 1.84),
-    ("pvt_v2_b4", "eco"): (2.24, 2.49, 10.52),
-    ("twins_svt_small", "softmax"): (4.01, 3.96, 18.41),
-    ("twins_svt_small", "eco"): (0.77, 0.86, 3.63),
-}
 
 
 def build(name, mechanism):
     with torch.device("meta"):
         return timm.create_model(f"ecoformer_{name}", attention=mechanism)
-
-
-@pytest.mark.parametrize(("name", "mechanism"), INTEGERS)
-def test_exact_integers(name, mechanism):
-    ledger = cost(build(name, mechanism), IMAGE)
-    assert (ledger.total.mul, ledger.total.add) == INTEGERS[name, mechanism]
-    assert ledger.uncounted == ()
-    assert ledger.energy_pj == pytest.approx(3.7 * ledger.total.mul + 0.9 * ledger.total.add)
-    if (name, mechanism) in ATTENTION:
-        part = ledger.of("attention")
-        ours = (part.mul / 1e9, part.add / 1e9, ledger.energy.energy_pj(part) / 1e9)
-        assert tuple(round(x, 2) for x in ours) == ATTENTION[name, mechanism]
 
 
 @pytest.mark.parametrize(
@@ -68,10 +30,10 @@ def test_exact_integers_of_text(mechanism, expected):
 
 def test_a_converted_model_costs_what_a_built_one_does():
     model = timm.create_model("pvt_v2_b0")
-    assert cost(model, IMAGE).total.mul < INTEGERS["pvt_v2_b0", "softmax"][0]  # spatial reduction is cheaper
+    assert cost(model, IMAGE).total.mul < 2015865904  # spatial reduction is cheaper
     ecoformer.convert(model, "softmax")
     total = cost(model, IMAGE).total
-    assert (total.mul, total.add) == INTEGERS["pvt_v2_b0", "softmax"]
+    assert (total.mul, total.add) == (2015865904, 1993315712)
 
 
 def test_a_batch_costs_its_samples():

@@ -20,7 +20,7 @@ def cli(run):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("shares", "--models", "pvt_v2_b0,pvt_v2_b1", "--resolution", "64"),
+        ("shares", "--models", "pvt_v2_b0", "--resolution", "64"),
         ("shares", "--models", "pvt_v2_b0", "--accounting", "exact", "--compare", "native"),
     ],
     ids=" ".join,

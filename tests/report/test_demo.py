@@ -21,14 +21,9 @@ def run(out, **options):
     return run_demo(out, changes=TINY, progress=lines.append, show=False, **options), lines
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("demo")
-    return (*run(folder, margin=1.0), folder)
-
-
-def test_both_models_are_trained_and_compared(demo):
-    result, lines, folder = demo
+def test_both_models_are_trained_and_compared_once(tmp_path):
+    folder = tmp_path
+    result, lines = run(folder, margin=1.0)
     assert [row["model"] for row in result.rows] == ["softmax", "eco"]
     results = [json.loads((folder / name / "result.json").read_text()) for name in ("softmax", "eco")]
     assert result.lost == pytest.approx(results[0]["accuracy"] - results[1]["accuracy"])
@@ -38,10 +33,6 @@ def test_both_models_are_trained_and_compared(demo):
     assert results[1]["recipe"]["teacher"]["checkpoint"] == results[1]["recipe"]["start"]
     assert len([line for line in lines if line[0].isdigit()]) == 3
     assert result.page.read_text().count("<svg") == 2
-
-
-def test_what_is_finished_is_not_done_again(demo):
-    result, _, folder = demo
     files = [folder / name / "model.safetensors" for name in ("softmax", "eco")]
     before = [file.stat().st_mtime_ns for file in files]
     again, _ = run(folder, margin=1.0)
