@@ -15,6 +15,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
+from image_tokens import image_tokens
 from record import write_result
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +23,7 @@ from text_tokens import text_tokens
 from torch import Tensor
 
 from ecoformer import FitOptions, Hasher, KernelHasher, KlshHasher, LshHasher, SignHasher
-from ecoformer.data.samples import image_tokens, sample_text
+from ecoformer.data.samples import sample_text
 
 BITS = 16
 METHODS: dict[str, tuple[Callable[[int], Hasher], FitOptions]] = {

@@ -59,7 +59,7 @@ def check_timm_name(name: str, problem: str) -> None:
 def repair_torchvision() -> None:
     """Declare the operators that torchvision's import asks for, where its binary cannot be loaded.
 
-    Only our commands, examples and tests call this. They do not use the operators.
+    Only our commands, benchmarks and tests call this. They do not use the operators.
     """
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None or _DECLARED:

@@ -17,6 +17,7 @@ from ecoformer import (
     fit_hashers,
     fitting,
     hashers_of,
+    use_backend,
 )
 
 QUICK = FitOptions(steps=5, pairs=2)
@@ -73,7 +74,8 @@ def test_each_layer_learns_from_what_it_receives():
         received = layer.qk(x).unflatten(-1, (2, 4)).transpose(1, 2)
         alone = KernelHasher(2, 4, bits=4, support=3).fit(received, seed=3 + index, options=QUICK)
         assert same(alone, layer.hasher)
-        x = x + layer(x)
+        with use_backend("eager"):  # as while fitting
+            x = x + layer(x)
 
 
 def test_names_come_in_the_order_of_the_data():
@@ -237,8 +239,8 @@ MISTAKES = {
     "an array": (Tower, [data().numpy()], {}, TypeError, f"{EACH} ndarray$"),
     "a path": (Tower, ["photo.png"], {}, TypeError, f"{EACH} str$"),
     "a number": (Tower, [3], {}, TypeError, f"{EACH} int$"),
-    "paths": (Tower, [["a.png", "b.png"]], {}, TypeError, f"{EACH} list of str$"),
-    "arrays by name": (Tower, [{"x": data().numpy()}], {}, TypeError, f"{EACH} dict of ndarray$"),
+    "paths": (Tower, [["a.png", "b.png"]], {}, TypeError, f"{EACH} list$"),
+    "arrays by name": (Tower, [{"x": data().numpy()}], {}, TypeError, f"{EACH} dict$"),
     "no samples": (Tower, [data()], {"samples": 0}, ValueError, "^samples must be at least 1, got 0$"),
     "lengths": (
         Tower,

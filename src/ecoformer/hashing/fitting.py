@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ecoformer.arguments import shape
 from ecoformer.hashing.base import Hasher
@@ -228,11 +229,12 @@ def run(model: nn.Module, batch: Any) -> Any:
 
 def move(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on `device`."""
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: move(value, device) for key, value in batch.items()}
-    return [move(value, device) for value in batch] if isinstance(batch, (list, tuple)) else batch
+    return tree_map_only(Tensor, lambda x: x.to(device), _plain(batch))
+
+
+def _plain(batch: Any) -> Any:
+    """Mappings of other libraries as dicts."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 def check_batches(batches: Any) -> None:
@@ -250,55 +252,39 @@ def _first_samples(batches: Iterable[Any], samples: int) -> Any:
     taken: list[Any] = []
     count = 0
     for batch in batches:
-        taken.append(batch)
-        count += _length(batch)
+        sizes = [len(x) for x in tree_leaves(_plain(batch)) if isinstance(x, Tensor)]
+        if not sizes:
+            raise TypeError(
+                "batches: each must be a tensor, or a list, tuple or dict of tensors, got "
+                f"{type(batch).__name__}"
+            )
+        taken.append(_plain(batch))
+        count += sizes[0]
         if count >= samples:
             break
     if not count:
         raise ValueError("batches is empty: there is nothing to learn from")
-    return _join(taken, samples)
+    return tree_map(lambda *parts: _join(parts, samples), *_pad_texts(taken))
 
 
-def _length(batch: Any) -> int:
-    parts: Iterable[Any] = ()
-    if isinstance(batch, Mapping):
-        parts = batch.values()
-    elif isinstance(batch, Tensor):
-        parts = [batch]
-    elif isinstance(batch, Sequence) and not isinstance(batch, str):
-        parts = batch
-    length = next((len(part) for part in parts if isinstance(part, Tensor)), None)
-    if length is None:
-        of = ", ".join(sorted({type(part).__name__ for part in parts}))
-        got = type(batch).__name__ + (f" of {of}" if of else "")
-        raise TypeError(f"batches: each must be a tensor, or a list, tuple or dict of tensors, got {got}")
-    return length
-
-
-def _join(parts: list[Any], samples: int) -> Any:
-    first = parts[0]
-    if isinstance(first, Tensor):
-        odd = next((part for part in parts if part.shape[1:] != first.shape[1:]), None)
-        if odd is not None:
-            raise ValueError(
-                f"batches must agree beyond their first dimension to run together, got {shape(first)} and "
-                f"{shape(odd)}: pad them to one size or pass one batch"
-            )
-        return torch.cat(parts)[:samples]
-    if isinstance(first, Mapping):
-        parts = _pad_texts(parts)
-        return {key: _join([part[key] for part in parts], samples) for key in first}
-    if isinstance(first, Sequence) and not isinstance(first, str):
-        return [_join(list(column), samples) for column in zip(*parts, strict=True)]
-    return first
+def _join(parts: Sequence[Any], samples: int) -> Any:
+    if not isinstance(parts[0], Tensor):
+        return parts[0]
+    shapes = {x.shape[1:]: shape(x) for x in parts}
+    if len(shapes) > 1:
+        raise ValueError(
+            "batches must agree beyond their first dimension to run together, got "
+            f"{' and '.join(shapes.values())}: pad them to one size or pass one batch"
+        )
+    return torch.cat(list(parts))[:samples]
 
 
 def _pad_texts(parts: list[Any]) -> list[Any]:
     """Batches of texts, each padded to its own longest, padded to one length; masks mark the padding."""
-    masks = [part.get("attention_mask") for part in parts]
-    if not all(isinstance(mask, Tensor) and mask.ndim == 2 for mask in masks):
+    masks = [part.get("attention_mask") if isinstance(part, dict) else None for part in parts]
+    lengths = [mask.shape[1] for mask in masks if isinstance(mask, Tensor) and mask.ndim == 2]
+    if len(lengths) < len(parts):
         return parts
-    lengths = [mask.shape[1] for mask in masks]
 
     def pad(x: Any, length: int) -> Any:
         per_token = isinstance(x, Tensor) and x.ndim == 2 and x.shape[1] == length

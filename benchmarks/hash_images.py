@@ -1,6 +1,6 @@
 """Hash the tokens of real photographs, see which neighbours the codes keep and what attention saves.
 
-python examples/hash_images.py [--out out/demo.png]
+python benchmarks/hash_images.py [--out out/demo.png]
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from image_tokens import image_tokens, patches, sample_images
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
@@ -27,7 +28,6 @@ from ecoformer import (
     hash_attention,
     pack_codes,
 )
-from ecoformer.data.samples import image_tokens, patches, sample_images
 
 BITS, SUPPORT, SIZE, PATCH = 16, 25, 224, 4
 MUL_PJ, ADD_PJ = 3.7, 0.9  # fp32 at 45 nm, as the paper counts
