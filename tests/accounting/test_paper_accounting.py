@@ -95,6 +95,9 @@ def test_forms_of_a_ledger():
     assert facts["total"]["mul"] == ledger.total.mul == sum(layer["mul"] for layer in facts["layers"])
     assert facts["total"]["energy_pj"] == pytest.approx(ledger.energy_pj)
     assert sum(facts["shares"].values()) == pytest.approx(1)
+    lines = ledger.to_csv().splitlines()
+    assert lines[0] == "name,kind,part,mul,add,shift,lookup,compare,exp,bytes,energy_pj"
+    assert len(lines) == 1 + len(facts["layers"])
     text = str(ledger)
     assert "total" in text.splitlines()[-1]
     assert f"{ledger.total.mul:,}" in text

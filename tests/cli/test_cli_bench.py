@@ -99,6 +99,17 @@ def test_graphs_without_a_gpu(cli, command):
     assert "--graphs needs a CUDA device, got cpu" in err
 
 
+def test_fit(cli):
+    status, out, err = cli(
+        "fit", "--shape", "2,1,60,8", "--bits", 4, "--support", 9, "--repeats", 1, "--json"
+    )
+    assert (status, err) == (0, "")
+    row = json.loads(out)["rows"][0]
+    assert (row["mechanism"], row["backend"], row["bits"], row["support"]) == ("eco", "eager", 4, 9)
+    assert row["median_ms"] > 0
+    assert row["checked"]["error"] < 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

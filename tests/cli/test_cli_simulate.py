@@ -28,7 +28,7 @@ def test_a_product(cli, facts):
     product = ("fc", "--rows", "16", "--inputs", "32", "--outputs", "3136")
     assert (facts(*product)["cycles"], facts(*product)["stall_cycles"]) == (20929, 17793)
     assert "20,929" in cli(*product)[1]
-    assert facts(*product, "--bits", 8, 2)["compute_cycles"] < facts(*product)["compute_cycles"]
+    assert facts(*product, "--bits", "8x2")["compute_cycles"] < facts(*product)["compute_cycles"]
 
 
 def test_a_layer(cli, facts):
@@ -62,7 +62,7 @@ def test_precisions_and_batches_of_a_model(facts):
     def eco(*options):
         return facts("model", "pvt_v2_b0", "--compare", "eco", "--resolution", "64", *options)["eco"]
 
-    eight, four = eco(), eco("--bits", 4, 4)
+    eight, four = eco(), eco("--bits", "4x4")
     assert four["compute_cycles"] < eight["compute_cycles"]
     assert four["macs"] == eight["macs"]
     assert eco("--code-bits", "8")["dram_bits"] == eight["dram_bits"]
@@ -85,7 +85,8 @@ def test_a_text_model(facts, tmp_path):
         (("layer", "--compare", "softmax,nope"), "unknown attention 'nope'"),
         (("layer", "--compare", ","), "--compare takes names"),
         (("model", "pvt_v2_b9"), "pvt_v2_b9"),
-        (("model", "pvt_v2_b0", "--bits", 16, 8), "activation bits must be at most 8, got 16"),
+        (("model", "pvt_v2_b0", "--bits", "8"), "--bits takes activations x weights"),
+        (("model", "pvt_v2_b0", "--bits", "16x8"), "activation bits must be at most 8, got 16"),
         (("model", "pvt_v2_b0", "--compare", "eco", "--code-bits", "9"), "activation bits"),
         (("model", "pvt_v2_b0", "--tokens", "9"), "cannot take an input of (1, 9)"),
         (("model", "pvt_v2_b0", "--tokens", "9", "--resolution", "64"), "exclude each other"),

@@ -31,6 +31,7 @@ def test_both_models_are_trained_and_compared_once(tmp_path):
     assert result.saved == pytest.approx(1 - energies[1] / energies[0])
     assert results[1]["recipe"]["start"] == str(folder / "softmax" / "model.safetensors")
     assert results[1]["recipe"]["teacher"]["checkpoint"] == results[1]["recipe"]["start"]
+    assert all("latency of 16" in row for row in result.rows)
     assert len([line for line in lines if line[0].isdigit()]) == 3
     assert result.page.read_text().count("<svg") == 2
     files = [folder / name / "model.safetensors" for name in ("softmax", "eco")]

@@ -77,7 +77,7 @@ def test_the_table_has_units_that_suit_the_numbers(tmp_path):
 def test_a_page_is_well_formed_and_stands_alone(tmp_path):
     runs = [read_run(make_run(tmp_path / name, name, a)) for name, a in (("softmax", 0.91), ("eco", 0.9))]
     page = tmp_path / "new" / "page.html"
-    write_page(page, "A <title>", "Lead & more", runs, "note")
+    write_page(page, "A <title>", "Lead & more", runs, table_rows(runs), "note")
     text = page.read_text()
     parser = Balanced()
     parser.feed(text)
@@ -92,11 +92,11 @@ def test_a_page_is_well_formed_and_stands_alone(tmp_path):
 
 def test_pages_are_html_files(tmp_path):
     with pytest.raises(ValueError, match=r"page\.pdf"):
-        write_page(tmp_path / "page.pdf", "title", "lead", [])
+        write_page(tmp_path / "page.pdf", "title", "lead", [], [])
 
 
 @pytest.mark.parametrize("name", ["$x$", "$\\frac$", "a $ b", "50% <of> $5$ & _x^"])
 def test_names_are_not_taken_for_formulas(name, tmp_path):
     run = read_run(make_run(tmp_path / name))
-    write_page(tmp_path / "page.html", "Runs", "lead", [run])
+    write_page(tmp_path / "page.html", "Runs", "lead", [run], table_rows([run]))
     assert html.escape(name) in (tmp_path / "page.html").read_text()

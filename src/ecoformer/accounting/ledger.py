@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from dataclasses import dataclass
 from os import PathLike
@@ -88,6 +90,14 @@ class Ledger:
     def to_json(self) -> str:
         """The content of `to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
+
+    def to_csv(self) -> str:
+        """One line per layer."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, ["name", "kind", "part", *KINDS, "energy_pj"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(self._flat, self.rows))
+        return text.getvalue()
 
     def __str__(self) -> str:
         used = [kind for kind in KINDS if getattr(self.total, kind)]

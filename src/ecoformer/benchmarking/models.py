@@ -1,8 +1,9 @@
-"""`bench model`: models with one mechanism or another."""
+"""`bench model` and `bench fit`: models with one mechanism or another, and learning hash functions."""
 
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,9 +24,9 @@ from ecoformer.benchmarking.contestants import (
     loss_of,
 )
 from ecoformer.benchmarking.measuring import Bench, Work, synchronize
-from ecoformer.benchmarking.results import Check, Row, Run
+from ecoformer.benchmarking.results import Check, Row, Run, Timing, device_name
 from ecoformer.conversion import convert
-from ecoformer.hashing import fit_hashers, hashers_of
+from ecoformer.hashing import FitOptions, KernelHasher, fit_hashers, hashers_of
 
 
 @dataclass(frozen=True)
@@ -185,3 +186,27 @@ def _step(timed: Contestant, load: Load, inputs: Tensor) -> Callable[[], object]
         optimiser.zero_grad(set_to_none=True)
 
     return step
+
+
+def bench_fit(hasher: KernelHasher, tokens: Tensor, repeats: int = 3) -> Run:
+    """Time how long `hasher` takes to learn from tokens (B, H, N, D).
+
+    It must do better than random hash functions. There is no warm-up, because each fit takes seconds.
+    """
+    untaught = copy.deepcopy(hasher)
+    untaught.fit(tokens, options=FitOptions(steps=0, start="random", support="random"))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        hasher.fit(tokens, seed=0)
+        synchronize(tokens.device)
+        times.append((time.perf_counter() - start) * 1e3)
+
+    def check() -> Check:
+        found, random = (each.quality(tokens[:4, :, :512]).objective for each in (hasher, untaught))
+        return Check(found / random, 1.0, "the objective of random hash functions")
+
+    row = Row("eco", "eager", {"shape": list(tokens.shape), "bits": hasher.bits, "support": hasher.support})
+    row.checked = row.check(check)
+    row.timing = None if row.failure else Timing.of(times)
+    return Run(device_name(tokens.device), rows=[row])

@@ -18,9 +18,10 @@ from ecoformer.backends.choice import VARIABLE, default_backend
 from ecoformer.benchmarking import Row, Run
 from ecoformer.benchmarking.attention import DTYPES, MECHANISMS, Setting, bench_attention
 from ecoformer.benchmarking.measuring import Bench, no_progress
-from ecoformer.benchmarking.models import Load, bench_models
+from ecoformer.benchmarking.models import Load, bench_fit, bench_models
 from ecoformer.cli import common
 from ecoformer.cli.sources import open_model
+from ecoformer.hashing import KernelHasher
 from ecoformer.running import NOT_TAKEN, eval_mode, not_taken, run_on_meta
 
 Device = Annotated[str | None, typer.Option(help="`cpu` or `cuda`; default: the GPU, if there is one.")]
@@ -114,6 +115,27 @@ def model(
     with _measuring(threads) as progress:
         how = Bench(on, seconds, graphs, energy=energy, progress=progress)
         run = bench_models(built, names, load, sizes, how)
+    _show(run, as_json)
+
+
+@bench.command()
+def fit(
+    shape: Annotated[str, typer.Option(help="Tokens to learn from: `B,H,N,D`.")] = "16,1,3136,32",
+    bits: Annotated[int, typer.Option(help="Bits of a code.", min=1)] = 16,
+    support: Annotated[int, typer.Option(help="Support samples.", min=1)] = 25,
+    repeats: Annotated[int, typer.Option(help="How often to fit.", min=1)] = 3,
+    device: Device = None,
+    threads: Threads = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """How long it takes to learn the hash functions of one hasher.
+
+    Example: `ecoformer bench fit --shape 16,1,3136,32 --bits 16 --support 25`
+    """
+    size, on = _shape(shape), _device(device)
+    tokens = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(on)
+    with _measuring(threads):
+        run = bench_fit(KernelHasher(size[1], size[3], bits, support).to(on), tokens, repeats)
     _show(run, as_json)
 
 

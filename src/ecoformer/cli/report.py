@@ -20,12 +20,12 @@ def report(
 
     Example: `ecoformer report runs/softmax runs/eco --out report.html`
     """
-    from ecoformer.report.page import read_run, write_page
+    from ecoformer.report.page import read_run, table_rows, write_page
 
     found = [read_run(path) for path in runs]
     best = max(found, key=lambda run: run.accuracy)
     lead = f"{len(found)} runs; {best.name} has the highest accuracy, {best.accuracy:.2%}."
-    write_page(out, title, lead, found)
+    write_page(out, title, lead, found, table_rows(found))
     typer.echo(str(out))
 
 

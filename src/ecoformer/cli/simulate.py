@@ -14,7 +14,7 @@ from ecoformer.operations import Product
 simulate = typer.Typer(
     help="Cycles and energy on BitFusion, the accelerator that the paper simulates.", no_args_is_help=True
 )
-Bits = Annotated[tuple[int, int], typer.Option(help="Bits of activations and of weights: `8 8`.")]
+Bits = Annotated[str, typer.Option(help="Bits of activations and weights.")]
 CodeBits = Annotated[
     int | None,
     typer.Option(help="Bits that move one bit of a code; default: as activations, as in the paper.", min=1),
@@ -26,14 +26,14 @@ def fc(
     rows: Annotated[int, typer.Option(help="Rows of the input.")],
     inputs: Annotated[int, typer.Option(help="Input channels.")],
     outputs: Annotated[int, typer.Option(help="Output channels.")],
-    bits: Bits = (8, 8),
+    bits: Bits = "8x8",
     as_json: common.AsJson = False,
 ) -> None:
     """One fully connected operation.
 
-    Example: `ecoformer simulate fc --rows 16 --inputs 32 --outputs 3136 --bits 8 8 --json`
+    Example: `ecoformer simulate fc --rows 16 --inputs 32 --outputs 3136 --bits 8x8 --json`
     """
-    result = simulate_op(Product(rows, inputs, outputs), bits)
+    result = simulate_op(Product(rows, inputs, outputs), _bits(bits))
     if as_json:
         common.print_json(result.to_dict())
     else:
@@ -69,7 +69,7 @@ def model(
     resolution: common.Resolution = None,
     tokens: common.Tokens = None,
     batch: Annotated[int, typer.Option(help="Samples.", min=1)] = 1,
-    bits: Bits = (8, 8),
+    bits: Bits = "8x8",
     code_bits: CodeBits = None,
     as_json: common.AsJson = False,
 ) -> None:
@@ -85,7 +85,7 @@ def model(
         built, example = common.counted_model(
             name, mechanism, batch=batch, resolution=resolution, tokens=tokens
         )
-        results[mechanism] = simulate_model(built, example, bits=bits, code_bits=code_bits)
+        results[mechanism] = simulate_model(built, example, bits=_bits(bits), code_bits=code_bits)
     facts = {mechanism: result.to_dict() for mechanism, result in results.items()}
     if as_json:
         common.print_json(facts)
@@ -99,6 +99,13 @@ def model(
         if found["uncounted"]:
             typer.echo(f"not counted ({mechanism}): {', '.join(found['uncounted'])}")
     typer.echo(f"not simulated: {found['not_simulated']}")
+
+
+def _bits(text: str) -> tuple[int, int]:
+    activations, _, weights = text.partition("x")
+    if not (activations.isdecimal() and weights.isdecimal()):
+        raise ValueError(f"--bits takes activations x weights, such as 8x8 or 8x2, got {text!r}")
+    return int(activations), int(weights)
 
 
 def _print(totals: dict[str, Total]) -> None:

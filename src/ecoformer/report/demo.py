@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ecoformer.benchmarking import Work, time_contestants
 from ecoformer.checkpoints import load
 from ecoformer.conversion import convert
 from ecoformer.data.splits import Splits
@@ -19,6 +21,7 @@ from ecoformer.training.batches import Task
 from ecoformer.training.folder import RunFolder
 from ecoformer.training.run import load_splits
 
+LATENCY_BATCH = 16
 FINE_TUNING = ("schedule.epochs=5", "optimiser.lr=1e-3", "teacher.weight=0.5")
 
 
@@ -91,16 +94,19 @@ def run_demo(
     eco = _run(recipe, folder / "eco", splits, show)
     progress(f"   accuracy {eco.accuracy:.2%}")
     rows = table_rows([softmax, eco])
+    for row, latency in zip(rows, _latencies(folder, recipe, splits), strict=True):
+        row[f"latency of {LATENCY_BATCH}"] = f"{latency:.1f} ms"
     saved = 1 - eco.cost()["energy_pj"] / softmax.cost()["energy_pj"]
     demo = Demo(rows, folder / "index.html", softmax.accuracy - eco.accuracy, saved, margin, unlearned)
     size, tested = recipe.augment.size, len(splits.test)
     note = (
         f"One seed, {tested} test images: one image is {1 / tested:.2%}. After conversion and fitting, "
         f"before fine-tuning, accuracy was {unlearned:.2%}. Operations and energy are for one image of "
-        f"{size} x {size} pixels."
+        f"{size} x {size} pixels; latency is the median of a batch of {LATENCY_BATCH} on this machine's CPU, "
+        f"{torch.get_num_threads()} threads, models in turn."
     )
     lead = f"{str(demo)[0].upper()}{str(demo)[1:]}."
-    write_page(demo.page, "Softmax to hashed attention", lead, [softmax, eco], note)
+    write_page(demo.page, "Softmax to hashed attention", lead, [softmax, eco], rows, note)
     return demo
 
 
@@ -112,9 +118,21 @@ def _run(recipe: Recipe, folder: Path, splits: Splits, show: bool) -> Run:
 
 def _converted_accuracy(checkpoint: Path, recipe: Recipe, splits: Splits) -> float:
     model = load(checkpoint)
-    digits: Any = splits.train
-    samples = torch.arange(min(recipe.hashing.samples, len(digits)))
-    inputs = Task(recipe, splits).test_batch(*digits.batch(samples))[0]
+    inputs = _inputs(splits.train, recipe, splits, recipe.hashing.samples)
     convert(model, "eco", example=inputs[:1])
     fit_hashers(model, [inputs], samples=len(inputs), progress=False)
     return evaluate(model, recipe, splits)["accuracy"]
+
+
+def _latencies(folder: Path, recipe: Recipe, splits: Splits) -> list[float]:
+    """Median milliseconds of a batch for both models, timed in turn."""
+    inputs = _inputs(splits.test, recipe, splits, LATENCY_BATCH)
+    models = [load(RunFolder(folder / name).model_file) for name in ("softmax", "eco")]
+    with torch.inference_mode():
+        works = {i: Work(partial(model, inputs)) for i, model in enumerate(models)}
+        timings = time_contestants(works, torch.device("cpu"), seconds=3.0)
+    return [timing.median_ms for timing in timings.values()]
+
+
+def _inputs(part: Any, recipe: Recipe, splits: Splits, count: int) -> torch.Tensor:
+    return Task(recipe, splits).test_batch(*part.batch(torch.arange(min(count, len(part)))))[0]

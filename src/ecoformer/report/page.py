@@ -19,6 +19,7 @@ from ecoformer.training.folder import RunFolder
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Rows = Sequence[Mapping[str, str]]
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -94,7 +95,9 @@ def _joules(picojoules: float) -> str:
     return f"{picojoules / 1e6:,.1f} µJ" if picojoules < 1e9 else f"{picojoules / 1e9:,.2f} mJ"
 
 
-def write_page(path: str | Path, title: str, lead: str, runs: Sequence[Run], note: str = "") -> None:
+def write_page(
+    path: str | Path, title: str, lead: str, runs: Sequence[Run], rows: Rows, note: str = ""
+) -> None:
     """Write the page; its folder is created if need be."""
     target = Path(path)
     if target.suffix != ".html":
@@ -106,7 +109,7 @@ def write_page(path: str | Path, title: str, lead: str, runs: Sequence[Run], not
         f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>',
         f"<h1>{html.escape(title)}</h1>",
         f'<p class="lead">{html.escape(lead)}</p>',
-        _table(table_rows(runs)),
+        _table(rows),
         f'<p class="quiet">{html.escape(note)}</p>',
         "<h2>Figures</h2>",
         _figure(accuracy_figure(points), "Test accuracy against energy per sample, paper accounting."),
@@ -119,7 +122,7 @@ def write_page(path: str | Path, title: str, lead: str, runs: Sequence[Run], not
     replace_text(target, "\n".join(parts))
 
 
-def _table(rows: Sequence[Mapping[str, str]]) -> str:
+def _table(rows: Rows) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
     cells = ("".join(f"<td>{html.escape(text)}</td>" for text in row.values()) for row in rows)
     body = "\n".join(f"<tr>{row}</tr>" for row in cells)
