@@ -34,6 +34,10 @@ CALLS = {
     "signs, one code": {"signs": True, "groups": 4},
     "signs, paper": {"signs": True, **SEPARATE},
 }
+CAUSAL = {
+    name: CALLS[name]
+    for name in ("paper", "paper, own hash functions of keys", "groups", "groups of 5", "beta 1", "signs")
+}
 EVERY_CALL = pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 
 
@@ -71,6 +75,14 @@ def test_errors_are_at_most_twice_those_of_eager(options, n, threads):
     check_against_eager(make_call(n, **options))
 
 
+@pytest.mark.parametrize("n", [1, 70, 300])
+@pytest.mark.parametrize("options", CAUSAL.values(), ids=CAUSAL)
+def test_causal_order(options, n):
+    many = {"batch": 1, "heads": 1, "masked": False} if n > 100 else {}
+    queries = {"queries": n} if "queries" in options else {}
+    check_against_eager(make_call(n, **{**options, **queries, **many}, causal=True))
+
+
 def check_against_eager(call):
     grad, needs = draw_grad(call), [x is not None for x in call.differentiable()]
     found, eager = gradients(call, grad), fused.plain_backward(call, grad, needs)
@@ -99,23 +111,19 @@ def test_half_precision(options, dtype):
         assert half is None or torch.equal(half, full.to(given.dtype))
 
 
-def exact_call(n=64, batch=2, heads=2):
+def exact_call(causal=False, n=64, batch=2, heads=2):
     """Two kinds of tokens with opposite codes, as many of each: with beta 1 all quotients are exact."""
     g = torch.Generator().manual_seed(1)
     kind = torch.randint(0, 2, (batch, heads, 1, 16), generator=g) * 2.0 - 1
     q, k = (kind * (torch.arange(n) % 2 * 2 - 1).view(-1, 1) for _ in range(2))
     v = torch.randint(-4, 5, (batch, heads, n, 24), generator=g).float()
-    weight = 2.0 ** torch.randint(0, 2, (batch, heads, n // 4), generator=g)
-    weight = torch.stack([weight, weight, 3 - weight, 3 - weight], dim=-1).flatten(
-        2
-    )  # 1 and 2, equally often
+    weight = torch.ones(batch, heads, n)
     levels = (torch.full((heads, 4), 16.0), torch.zeros(heads, 4), torch.full((heads,), 2.0**-20))
-    return fused.FusedCall(q, k, v, None, weight * 2 / 3, Signs(), None, *levels, 0.0, False)
+    return fused.FusedCall(q, k, v, None, weight, Signs(), None, *levels, 0.0, causal)
 
 
 def test_whole_numbers_are_exact(threads):
     call = exact_call()
-    call = call._replace(key_weight=torch.ones_like(call.key_weight))
     g = torch.Generator().manual_seed(2)
     grad = torch.randint(-4, 5, call.v.shape, generator=g).float()
     true = truth_gradients(call, grad)
@@ -123,9 +131,10 @@ def test_whole_numbers_are_exact(threads):
         assert ours is None or torch.equal(ours, exact.float()), name
 
 
-def test_a_denominator_at_its_floor(threads):
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_denominator_at_its_floor(causal):
     # Queries whose groups all differ from those of all keys: with beta 1 nothing but the floor is left.
-    call = exact_call()
+    call = exact_call(causal)
     call = call._replace(q=call.q.abs(), k=-call.q.abs())
     grad, needs = draw_grad(call), [x is not None for x in call.differentiable()]
     eager = fused.plain_backward(call, grad, needs)
@@ -146,15 +155,19 @@ def test_only_what_is_needed(options):
             torch.testing.assert_close(found[i], everything[i], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("where", ["q", "v", "grad"])
 @pytest.mark.parametrize("options", [{}, {"signs": True, "groups": 4}], ids=["paper", "signs"])
-def test_nan_stays_in_its_head(options, where, threads):
-    call = make_call(600, **options)
+def test_nan_stays_in_its_head(options, where, causal):
+    torch.set_num_threads(2)
+    call = make_call(300, **options, causal=causal)
     grad = draw_grad(call)
     clean = gradients(call, grad)
     tensor = grad if where == "grad" else getattr(call, where)
     tensor[1, 0, 7, 3] = math.nan
-    for name, before, after in zip(fused.DIFFERENTIABLE, clean, gradients(call, grad), strict=True):
+    found = gradients(call, grad)
+    torch.set_num_threads(1)
+    for name, before, after in zip(fused.DIFFERENTIABLE, clean, found, strict=True):
         if name in ("q", "v"):
             assert after[1, 0].isnan().any() or name == "v"
             after[1, 0] = before[1, 0]
@@ -192,8 +205,9 @@ def test_any_strides(options, threads):
     assert all(x is None or torch.equal(x, y) for x, y in pairs)
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @EVERY_CALL
-def test_scratch_memory_is_as_large_as_it_says(options, monkeypatch):
+def test_scratch_memory_is_as_large_as_it_says(options, causal, monkeypatch):
     from ecoformer.backends.cpu import launch
 
     def fenced(wanted):
@@ -204,7 +218,8 @@ def test_scratch_memory_is_as_large_as_it_says(options, monkeypatch):
     fences = []
     monkeypatch.setattr(launch, "scratch", fenced)
     for n in (5, 1100):
-        call = make_call(n, **options)
+        more = {"queries": n} if causal and "queries" in options else {}
+        call = make_call(n, **{**options, **more}, causal=causal)
         gradients(call, draw_grad(call))
     for wanted, memory in fences:
         assert (memory[:2048] == 0xAB).all()

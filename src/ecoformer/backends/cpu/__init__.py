@@ -28,8 +28,6 @@ def cannot(call: FusedCall, *, needs_grad: bool) -> str | None:
         return "numba is not installed: pip install 'ecoformer[cpu]'"
     if call.key_functions is not None and _shapes(call.key_functions) != _shapes(call.functions):
         return "queries and keys have hash functions of different shapes"
-    if needs_grad and call.causal:
-        return "it has no gradient in causal order"
     return None
 
 

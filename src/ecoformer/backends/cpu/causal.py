@@ -107,14 +107,22 @@ def weigh_values(w: Worker, batch: int, head: int, first: int, count: int) -> No
 
 @inlined
 def add_items(w: Worker, codes: int, count: int, sums: int, tally: int) -> None:
-    """Add the items of a part, whose codes begin at `codes`, to a state of groups."""
-    p, at, wide = w.p, w.at, _padded(w.p.channels)
+    """Add the items of a part, whose codes begin at `codes`, to a state."""
+    p, at, memory, wide = w.p, w.at, w.memory, _padded(w.p.channels)
     low = (int64(1) << p.group) - 1
     for t in range(count):
-        for j in range(p.bits // p.group):
-            row = (j << p.group) + ((w.codes[codes + t] >> (j * p.group)) & low)
-            add_row(w.memory, sums + row * wide, w.memory, at.items + t * wide, p.channels)
-            w.exact[tally + row] += w.memory[at.items + PART * wide + t]
+        code, item, weight = w.codes[codes + t], at.items + t * wide, memory[at.items + PART * wide + t]
+        if p.group:
+            for j in range(p.bits // p.group):
+                row = (j << p.group) + ((code >> (j * p.group)) & low)
+                add_row(memory, sums + row * wide, memory, item, p.channels)
+                w.exact[tally + row] += weight
+        else:
+            for r in range(p.bits + 1):
+                sign = float32(1) if r == p.bits or (code >> r) & 1 else float32(-1)
+                row = sums + r * wide
+                table_row(memory, row, memory, row, memory, item, p.channels, sign)
+                w.exact[tally + r] += sign * weight
 
 
 @compiled

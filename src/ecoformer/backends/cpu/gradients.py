@@ -15,7 +15,16 @@ import numpy as np
 from ecoformer.backends.cpu.compiler import compiled, float32, float64, inlined, int64
 from ecoformer.backends.cpu.hashing import hash_tokens, product
 from ecoformer.backends.cpu.hashing_backward import hash_gradients
-from ecoformer.backends.cpu.problem import BLOCK, STRETCH, Gradients, Worker, digits, padded, state_rows
+from ecoformer.backends.cpu.problem import (
+    BLOCK,
+    STRETCH,
+    Gradients,
+    Problem,
+    Worker,
+    digits,
+    padded,
+    state_rows,
+)
 from ecoformer.backends.cpu.rows import combine_row, scale_row
 from ecoformer.backends.cpu.sums import (
     add_to_buckets,
@@ -77,8 +86,8 @@ def block_dots(w: Worker, x: Any, x0: int, stride: int, count: int) -> None:
 
 
 @inlined
-def flip_bits(w: Worker, code: int, x: Any, x0: int, sums: int, dots: int) -> Any:
-    """For groups: `dots` and `weights` of one row x; returns where the latter are."""
+def flip_bits(w: Worker, code: int, x: Any, x0: int, sums: int, tally: int, dots: int) -> Any:
+    """For groups: `dots`, `weights` and `same` of one row x; returns where the weights are."""
     p, at, memory = w.p, w.at, w.memory
     if not p.group:
         return at.flips
@@ -88,7 +97,8 @@ def flip_bits(w: Worker, code: int, x: Any, x0: int, sums: int, dots: int) -> An
         same = dot_flips(
             x, x0, memory, sums + j * size, size >> p.group, value, p.group, p.channels, dots + first
         )
-        memory[at.items + j] = same
+        memory[at.same + j] = same
+        w.exact[at.same_tallies + j] = w.exact[tally + (j << p.group) + value]
         flips = at.flips + ((j << p.group) + value) * p.group
         for r in range(p.group):
             memory[at.weights + first + r] = memory[flips + r]
@@ -96,13 +106,11 @@ def flip_bits(w: Worker, code: int, x: Any, x0: int, sums: int, dots: int) -> An
 
 
 @inlined
-def _add_levels(w: Worker, code: int, bits: int, dots: float, weights: float) -> None:
+def add_levels(w: Worker, code: int, bits: int, dots: float, weights: float) -> None:
     """Add a query to the sums from which the gradients of scale and ratio are found."""
     p, at, exact, groups = w.p, w.at, w.exact, w.p.bits // w.p.group
-    low = (int64(1) << p.group) - 1
     for j in range(groups):
-        row = (j << p.group) + ((code >> (j * p.group)) & low)
-        exact[at.levels_grads + j] += dots * w.memory[at.items + j] + weights * exact[at.tallies + row]
+        exact[at.levels_grads + j] += dots * w.memory[at.same + j] + weights * exact[at.same_tallies + j]
         for r in range(j * p.group, (j + 1) * p.group):
             grad = w.memory[bits + r]
             exact[at.levels_grads + groups + j] += grad if (code >> r) & 1 else -grad
@@ -127,6 +135,16 @@ def save_weights(w: Worker, to: int, unit: int) -> None:
 
 
 @inlined
+def save_key_weights(w: Worker, g: Gradients, unit: int) -> None:
+    """The same for keys: after the queries' if these have tokens of their own and the same hash functions."""
+    p = w.p
+    if p.key_hash:
+        save_weights(w, g.key_hash, unit)
+    else:
+        save_weights(w, g.weight, unit + (p.batch * p.heads * p.pieces if p.k else 0))
+
+
+@inlined
 def save_levels(w: Worker, g: Gradients, unit: int) -> None:
     """Write what the gradients of scale and ratio are found from."""
     if g.levels:
@@ -147,18 +165,16 @@ def _dot_reads(w: Worker, one: int, two: int, x: Any, x0: int) -> Any:
 
 @inlined
 def denominator_gradient(
-    w: Worker, head: int, above: float, below: float, inverse: float, total: float
-) -> Any:
-    """Of a query whose output has the product `above` with its gradient, times the denominator.
+    p: Problem, head: int, above: float, below: float, inverse: float, total: float
+) -> tuple[float, float]:
+    """Gradients of a query's denominator and of the number of keys, which one at its floor has instead.
 
-    A denominator at its floor passes its gradient to the number of keys, at the end of `grad_tallies`.
+    `above` is the product of its numerator with the gradient of its output.
     """
-    p = w.p
     falls = 0.0 if total == 0.0 else -above * inverse * inverse
     if p.group and below < floats(p.floor)[head] * total:
-        w.exact[w.at.grad_tallies + _state_rows(p.bits, p.group)] += floats(p.floor)[head] * falls
-        return 0.0
-    return falls
+        return 0.0, floats(p.floor)[head] * falls
+    return falls, 0.0
 
 
 @inlined
@@ -193,8 +209,7 @@ def _query_block(
     if p.k:
         codes = int64(0)
         hash_tokens(w, int64(0), queries, token, p.q_token, count, codes)
-    for i in range(count * wide):
-        w.memory[at.bit_grads + i] = _ZERO
+    no_bit_gradients(w, count)
     grads, grad = floats(p.out), batch * p.out_batch + head * p.out_head + begin * p.out_token
     block_dots(w, grads, grad, p.out_token, count)
     for t in range(count):
@@ -203,19 +218,60 @@ def _query_block(
         by = divisor(p, head, below, total, broken or w.nans[codes + t] != 0)
         above = _dot_reads(w, one, two, grads, row)
         inverse = 1.0 / float64(by)
-        falls = denominator_gradient(w, head, above, below, inverse, total)
+        falls, counted = denominator_gradient(p, head, above, below, inverse, total)
+        w.exact[at.grad_tallies + _state_rows(p.bits, p.group)] += counted
         bits, dots = at.bit_grads + t * wide, at.dots + t * wide
-        weights = flip_bits(w, code, grads, row, at.sums, dots)
+        weights = flip_bits(w, code, grads, row, at.sums, at.tallies, dots)
         combine_row(w.memory, bits, w.memory, dots, w.memory, weights, wide, float32(inverse), float32(falls))
         if g.levels:
-            _add_levels(w, code, bits, inverse, falls)
+            add_levels(w, code, bits, inverse, falls)
         add_to_buckets(w, code, grads, row, float32(inverse), falls)
+    finish_queries(w, g, group, batch, head, begin, count)
+
+
+@inlined
+def no_bit_gradients(w: Worker, count: int) -> None:
+    """Clear those of a block."""
+    for i in range(count * _padded(w.p.bits)):
+        w.memory[w.at.bit_grads + i] = _ZERO
+
+
+@inlined
+def finish_queries(
+    w: Worker, g: Gradients, group: int, batch: int, head: int, begin: int, count: int
+) -> None:
+    """From the bits of the block of queries that was hashed last to tokens; keep shared ones for the keys."""
+    p, wide = w.p, _padded(w.p.bits)
     if not p.k:
         bits = (group * p.keys + begin) * wide
-        scale_row(floats(g.bits), bits, w.memory, at.bit_grads, count * wide, float32(1))
+        scale_row(floats(g.bits), bits, w.memory, w.at.bit_grads, count * wide, float32(1))
     elif g.q or g.weight:
-        to = ((batch * p.heads + head) * p.queries + begin) * p.dim
-        hash_gradients(w, int64(0), queries, token, p.q_token, count, g.q, to, False, g.weight != 0)
+        token, to = batch * p.q_batch + head * p.q_head, (batch * p.heads + head) * p.queries + begin
+        token, to, weight = token + begin * p.q_token, to * p.dim, g.weight != 0
+        hash_gradients(w, int64(0), floats(p.q), token, p.q_token, count, g.q, to, False, weight)
+
+
+@inlined
+def begin_keys(w: Worker, g: Gradients, group: int, begin: int, count: int) -> None:
+    """Bit gradients of a block of keys: what their tokens have as queries, if codes are shared."""
+    p, wide = w.p, _padded(w.p.bits)
+    if p.k:
+        no_bit_gradients(w, count)
+    else:
+        bits = (group * p.keys + begin) * wide
+        scale_row(w.memory, w.at.bit_grads, floats(g.bits), bits, count * wide, float32(1))
+
+
+@inlined
+def finish_keys(w: Worker, g: Gradients, batch: int, head: int, begin: int, count: int) -> None:
+    """From the bits of the block of keys that was hashed last to tokens."""
+    p = w.p
+    to_weight = g.key_hash if p.key_hash else g.weight
+    if g.k or to_weight:
+        keys, token = floats(p.k if p.k else p.q), batch * p.k_batch + head * p.k_head + begin * p.k_token
+        to = ((batch * p.heads + head) * p.keys + begin) * p.dim
+        add = g.k == g.q and p.k != 0
+        hash_gradients(w, w.at.keys, keys, token, p.k_token, count, g.k, to, add, to_weight != 0)
 
 
 @inlined
@@ -228,10 +284,7 @@ def key_gradients(w: Worker, g: Gradients, unit: int, batch: int, head: int, fir
     begin_gradients(w)
     for begin in range(first, last, BLOCK):
         _key_block(w, g, unit // p.pieces, batch, head, begin, min(BLOCK, last - begin), counted)
-    if p.key_hash:
-        save_weights(w, g.key_hash, unit)
-    else:  # after those of the queries, if these have tokens of their own
-        save_weights(w, g.weight, unit + (p.batch * p.heads * p.pieces if p.k else 0))
+    save_key_weights(w, g, unit)
 
 
 @compiled
@@ -243,12 +296,7 @@ def _key_block(
     codes = int64(0) if p.k else group * p.keys + begin
     if p.k or g.q or g.weight:
         hash_tokens(w, at.keys, keys, token, p.k_token, count, codes)
-    if p.k:
-        for i in range(count * wide):
-            w.memory[at.bit_grads + i] = _ZERO
-    else:
-        bits = (group * p.keys + begin) * wide
-        scale_row(w.memory, at.bit_grads, floats(g.bits), bits, count * wide, float32(1))
+    begin_keys(w, g, group, begin, count)
     first = (batch * p.heads + head) * p.keys + begin
     values, value = floats(p.v), batch * p.v_batch + head * p.v_head + begin * p.v_token
     block_dots(w, values, value, p.v_token, count)
@@ -264,13 +312,10 @@ def _key_block(
             sum_reads(w, one, two, out, out0)
             of_weight = dot(values, row, out, out0, p.channels) + below + counted
             bits, dots = at.bit_grads + t * wide, at.dots + t * wide
-            weights = flip_bits(w, code, values, row, at.sums, dots)
+            weights = flip_bits(w, code, values, row, at.sums, at.tallies, dots)
             combine_row(w.memory, bits, w.memory, dots, w.memory, weights, wide, weight, weight)
             if p.key_weight:
                 scale_row(out, out0, out, out0, p.channels, weight)
         if g.key_weight:
             floats(g.key_weight)[first + t] = of_weight
-    to_weight = g.key_hash if p.key_hash else g.weight
-    if g.k or to_weight:
-        add = g.k == g.q and p.k != 0
-        hash_gradients(w, at.keys, keys, token, p.k_token, count, g.k, first * p.dim, add, to_weight != 0)
+    finish_keys(w, g, batch, head, begin, count)

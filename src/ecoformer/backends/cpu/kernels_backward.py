@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from ecoformer.backends.cpu.causal_gradients import causal_gradients
 from ecoformer.backends.cpu.compiler import callback, carray, digest_of_sources, inlined, to_fixed_tuple
 from ecoformer.backends.cpu.gradients import key_gradients, query_gradients
 from ecoformer.backends.cpu.hashing_backward import prepare_backward
 from ecoformer.backends.cpu.kernels import take_share, worker
 from ecoformer.backends.cpu.problem import (
+    CAUSAL,
     FINISHED,
     GATHER,
     GRADIENTS_SIZE,
@@ -34,6 +36,9 @@ def _run(job: int, first: int, last: int, w: Worker, g: Gradients) -> None:
         if head != ready:
             prepare_backward(w, head)
             ready = head
+        if job == CAUSAL:
+            causal_gradients(w, g, unit, batch, head)
+            continue
         if job != SCATTER:
             begin, end = piece * p.queries // p.pieces, (piece + 1) * p.queries // p.pieces
             query_gradients(w, g, unit, batch, head, begin, end)

@@ -138,6 +138,8 @@ class Layout(NamedTuple):
     """The same derivatives of tallies: for each group's values, or for all bits."""
     weights: int
     """Those of one token."""
+    same: int
+    """Products of one row with what each group reads; its tallies are at `same_tallies`."""
     bit_grads: int
     """Gradients of a block's bits."""
     feature_grads: int
@@ -152,10 +154,11 @@ class Layout(NamedTuple):
     """Where the rows are that a token reads."""
     grad_tallies: int
     """From here to `codes` for the backward alone."""
+    same_tallies: int
     levels_grads: int
     """For each group what the gradients of its scale and ratio are found from."""
     divisors: int
-    """In causal order each token's 1 / denominator and its gradient."""
+    """In causal order 1 / denominator, its gradient, and that of the number of keys, for each query."""
     codes: int
     """Codes, and after `tokens` of them a byte each that says whether they are NaN."""
     tokens: int
@@ -288,12 +291,13 @@ def layout(
         "row": c,
         "zeros": c,
         "levels": padded(state),
-        "items": PART * (c + 1) if causal else more * b,
+        "items": PART * (c + 1) if causal else 0,
         "grads": more * state * c,
         "columns": 0 if group else more * channels * b,
         "dots": more * (BLOCK * b + LANES),
         "flips": more * padded(state * group if group else bits),
         "weights": more * b,
+        "same": more * b,
         "bit_grads": more * BLOCK * b,
         "feature_grads": more * BLOCK * m,
         "token_grads": more * BLOCK * d,
@@ -306,8 +310,9 @@ def layout(
         "tallies": padded(state + 1),
         "rows": padded(digits(bits, digit)),
         "grad_tallies": more * padded(state + 1),
+        "same_tallies": more * b,
         "levels_grads": more * padded(2 * bits),
-        "divisors": 2 * tokens if backward and causal else 0,
+        "divisors": 3 * tokens if backward and causal else 0,
     }
     at = dict(zip(floats, accumulate(floats.values(), initial=0), strict=False))
     at |= dict(zip(integers, accumulate(integers.values(), initial=0), strict=False))
