@@ -199,9 +199,7 @@ def test_another_head(name, head, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "head"),
-    [("resnet18", (3, "max")), ("mobilenetv3_small_050", (0, ""))],
-    ids=str,
+    ("name", "head"), [("resnet18", (3, "max")), ("mobilenetv3_small_050", (0, ""))], ids=str
 )
 def test_pooling_by_a_module(name, head, tmp_path):
     model = timm.create_model(name, num_classes=10)

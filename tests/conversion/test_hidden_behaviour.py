@@ -57,10 +57,7 @@ def test_wrappers_of_many_processes_are_refused():
             super().__init__()
             self.module = module
 
-    refused(
-        DistributedDataParallel(vit()),
-        r"DistributedDataParallel: pass model\.module",
-    )
+    refused(DistributedDataParallel(vit()), r"DistributedDataParallel: pass model\.module")
     with pytest.raises(TypeError, match=r"model must be an nn\.Module, got str"):
         convert("pvt_v2_b0", "eco")
 

@@ -29,12 +29,7 @@ def raw(images, generator, **kwargs):
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    st.integers(1, 7),
-    st.integers(0, 6),
-    st.booleans(),
-    st.integers(0, 99),
-)
+@given(st.integers(1, 7), st.integers(0, 6), st.booleans(), st.integers(0, 99))
 def test_crops_and_flips(n, pad, flip, seed):
     images = pictures(n, 7, 7, seed)
     found = raw(images, seeded(seed), pad=pad, flip=flip)

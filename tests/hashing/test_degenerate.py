@@ -11,11 +11,7 @@ from ecoformer import FitOptions, KernelHasher, KlshHasher
 from ecoformer.hashing import hashers_of, solver
 
 QUICK = FitOptions(pairs=5, steps=20)
-WAYS = {
-    "pairs": QUICK,
-    "start only": FitOptions(steps=0),
-    "cosine": FitOptions(target="cosine", steps=5),
-}
+WAYS = {"pairs": QUICK, "start only": FitOptions(steps=0), "cosine": FitOptions(target="cosine", steps=5)}
 EPS = torch.finfo(torch.float32).eps
 
 

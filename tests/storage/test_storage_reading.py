@@ -62,12 +62,7 @@ def test_a_header_whose_length_looks_like_a_pickle(path, length):
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"hello, world",
-        b"\x89PNG\r\n\x1a\n" + b"\0" * 40,
-        b"\0" * 100,
-        b"\n" + b"\0" * 7 + b"[" * 20,
-    ],
+    [b"hello, world", b"\x89PNG\r\n\x1a\n" + b"\0" * 40, b"\0" * 100, b"\n" + b"\0" * 7 + b"[" * 20],
 )
 def test_other_files(path, content):
     path.write_bytes(content)

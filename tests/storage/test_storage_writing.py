@@ -33,12 +33,7 @@ def test_config_that_json_cannot_hold(written, config):
 
 @pytest.mark.parametrize(
     "odd",
-    [
-        torch.zeros(2, device="meta"),
-        torch.eye(2).to_sparse(),
-        torch.zeros(2, dtype=torch.complex64),
-        [1.0],
-    ],
+    [torch.zeros(2, device="meta"), torch.eye(2).to_sparse(), torch.zeros(2, dtype=torch.complex64), [1.0]],
     ids=["meta", "sparse", "complex", "list"],
 )
 def test_tensors_that_cannot_be_stored(written, odd):

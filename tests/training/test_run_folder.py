@@ -153,10 +153,7 @@ def test_yaml_that_stands_for_billions_of_values(tmp_path):
             load_recipe(str(file))
 
 
-MASKED_RECIPE = {
-    **PLAIN,
-    "data": {"name": "masked_sample", "options": {"length": 64, "limit": 64}},
-}
+MASKED_RECIPE = {**PLAIN, "data": {"name": "masked_sample", "options": {"length": 64, "limit": 64}}}
 
 
 def hidden(splits):

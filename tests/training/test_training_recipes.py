@@ -32,12 +32,7 @@ PAPER = {
     },
     "imagenet_eco": {"optimiser.lr": 2.5e-5, "batch": 256, "schedule.epochs": 30, "hashing.refit_every": 30},
     "imagenet_scratch": {"optimiser.lr": 2.5e-4, "batch": 256, "schedule.epochs": 300},
-    "cifar100": {
-        "optimiser.lr": 6.25e-6,
-        "batch": 64,
-        "schedule.epochs": 300,
-        "hashing.refit_every": 300,
-    },
+    "cifar100": {"optimiser.lr": 6.25e-6, "batch": 64, "schedule.epochs": 300, "hashing.refit_every": 300},
     "lra_text": {"schedule.steps": 20_000, "schedule.warmup": 8000, "data.options.length": 4096},
     "lra_retrieval": {"schedule.steps": 30_000, "schedule.warmup": 800, "data.options.length": 4096},
 }

@@ -124,12 +124,7 @@ def file_operations(folder: Path, act) -> None:
     def hook(event, args):
         nonlocal count
         writes = event == "open" and str(args[0]).startswith(inside) and args[2] & (os.O_WRONLY | os.O_RDWR)
-        if writes or event in {
-            "os.rename",
-            "os.remove",
-            "os.rmdir",
-            "os.mkdir",
-        }:
+        if writes or event in {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}:
             count += 1
             act(count)
 

@@ -74,12 +74,7 @@ class Conversion:
 
 
 def convert(
-    model: nn.Module,
-    mechanism: str,
-    *,
-    layers: Selection = None,
-    example: Any = None,
-    **config: Any,
+    model: nn.Module, mechanism: str, *, layers: Selection = None, example: Any = None, **config: Any
 ) -> Conversion:
     """Give attention layers of `model` another mechanism, in place, and report what was done.
 

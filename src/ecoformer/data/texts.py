@@ -28,11 +28,7 @@ _LONGEST = 2**25  # characters of a line; papers have up to about a million
 
 
 def byte_tokens(
-    texts: Sequence[str | bytes],
-    length: int,
-    *,
-    cut: int | None = None,
-    dtype: torch.dtype = torch.int64,
+    texts: Sequence[str | bytes], length: int, *, cut: int | None = None, dtype: torch.dtype = torch.int64
 ) -> Tensor:
     """Texts as token ids (B, length): byte b is b + 1, the rest is `PAD`.
 

@@ -10,12 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ecoformer.arguments import shape
-from ecoformer.backends.hashing import (
-    HashFunctions,
-    project,
-    squared_distances,
-    unit_length,
-)
+from ecoformer.backends.hashing import HashFunctions, project, squared_distances, unit_length
 from ecoformer.hashing.base import Hasher, wide_dtype
 from ecoformer.hashing.pairs import CosineLabels, Labels, SparseLabels, find_pairs
 from ecoformer.hashing.solver import FitOptions, learn_bits

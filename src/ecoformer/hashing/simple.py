@@ -44,13 +44,7 @@ class LshHasher(_DrawnHasher):
     planes: Tensor
 
     def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        bits: int = 16,
-        *,
-        seed: int | None = None,
-        **kwargs: Any,
+        self, num_heads: int, head_dim: int, bits: int = 16, *, seed: int | None = None, **kwargs: Any
     ) -> None:
         super().__init__(num_heads, head_dim, bits, **kwargs)
         self.register_buffer("planes", torch.zeros(num_heads, head_dim, bits, dtype=wide_dtype()))
