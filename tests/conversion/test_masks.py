@@ -5,7 +5,7 @@ import torch
 
 import ecoformer
 from ecoformer import FitOptions, convert
-from ecoformer.conversion.masks import is_causal_mask, key_padding, padding_of_tokens
+from ecoformer.conversion.foreign import is_causal_mask, key_padding, padding_of_tokens
 
 timm = pytest.importorskip("timm")
 from timm.models.vision_transformer import VisionTransformer  # noqa: E402
