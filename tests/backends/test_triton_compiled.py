@@ -2,6 +2,7 @@
 
 import os
 import re
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,118 +13,131 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ecoformer.backends.triton import causal
-from ecoformer.backends.triton.backward import attend_back, gather_grad, token_grad
-from ecoformer.backends.triton.configs import ONE_TILE, Sizes, causal_config, default, padded
-from ecoformer.backends.triton.forward import attend, gather, hash_and_read, read
-from ecoformer.backends.triton.groups import mix_parts
+from ecoformer.backends.fused import FusedCall, empty_out
+from ecoformer.backends.hashing import HashFunctions, Signs
+from ecoformer.backends.triton import backward, causal, forward, groups, launch, launch_backward, state
 from ecoformer.backends.triton.hashing import COUNTS
-from ecoformer.backends.triton.state import add_parts, running_sums
+from ecoformer.backends.triton.plans import Place
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled")
 
 HOPPER = GPUTarget("cuda", 90, 32)
-STEPS = {
-    gather: "gather",
-    read: "read",
-    attend: "gather",
-    hash_and_read: "gather",
-    gather_grad: "gather_grad",
-    token_grad: "token_grad",
-    attend_back: "gather_grad",
-}
-IN_ORDER = (causal.causal_gather, causal.causal_read, causal.causal_gather_grad, causal.causal_token_grad)
-FLOATS = (
-    "reads", "state", "states", "table", "partial", "support", "mean", "sigma", "weight", "to_weight",
-    "to_buckets", "state_walsh", "walsh", "to_bit", "to_levels", "scales", "ratios", "floor",
-    "key_weight", "to_key_weight", "mixed", "other", "other_walsh",
-)  # fmt: skip
-HALVES = ("grad", "x", "v", "mask", "out", "to_x", "to_v")
+POINTERS = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8",
+    torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
 
 
-def compiled(kernel, config, dim, bits, support, size):
-    """The kernel for bf16 tokens that lie as layers make them, as PTX."""
-    features = bits // size << size if size else bits
-    both = config.stride == 1
-    constants = {
-        "D": dim, "E": dim, "F": features, "M": support, "BITS": bits, "BD": padded(dim), "BE": padded(dim),
-        "BF": padded(features), "BM": padded(support), "BB": padded(bits), "BLOCK": config.block,
-        "SIZE": size, "PLANES": False, "STRIDE": config.stride, "WIDE": config.warps >= 4,
-        "PIECES": 2, "PRECISION": "tf32x3", "GRAD_PRECISION": "bf16", "MASKED": True, "WHOLE": True,
-        "SINGLE": config.per_sm == ONE_TILE, "QUERIES": both, "KEYS": True, "TOKENS": True, "VALUES": True,
-        "WEIGHT": True, "WEIGHTED": size > 0, "KEY_WEIGHT": size > 0, "SHARED": both, "LEVELS": False,
-        "STORED": False, "ADDED": False,
-    }  # fmt: skip
-    names = kernel.arg_names
-    types, properties = {}, {}
-    for place, name in enumerate(names):
-        aligned = True
-        if name in constants:
-            types[name], aligned = "constexpr", False
-        elif name in FLOATS:
-            types[name] = "*fp32"
-        elif name in HALVES:
-            types[name] = "*bf16"
-        elif name in ("codes", "key_codes"):
-            types[name] = "*i16" if bits <= 16 else "*i32" if bits <= 32 else "*i64"
-        elif name == "beta":
-            types[name], aligned = "fp32", False
-        elif name.endswith("_c"):
-            types[name], constants[name], aligned = "constexpr", 1, False
-        else:
-            types[name] = "i32"
-        if aligned:
-            properties[(place,)] = [["tt.divisibility", 16]]
-    known = {(names.index(name),): value for name, value in constants.items() if name in names}
-    source = ASTSource(fn=kernel, signature=types, constexprs=known, attrs=properties)
-    options = {"num_warps": config.warps, "num_stages": config.stages}
-    return triton.compile(source, target=HOPPER, options=options).asm["ptx"]
+class Case(NamedTuple):
+    """A call whose launches are compiled."""
+
+    tokens: int = 3136
+    channels: int = 64
+    bits: int = 16
+    groups: int | None = None
+    signs: bool = False
+    causal: bool = False
+    samples: int = 25
+    dtype: torch.dtype = torch.bfloat16
 
 
-COMMON, LARGE, GROUPS, WIDE_GROUPS = (64, 16, 25, 0), (40, 64, 64, 0), (64, 16, 25, 4), (128, 32, 64, 4)
-# The others are made of the same pieces, and seconds each.
-QUICK = [(kernel, COMMON) for kernel in (*STEPS, *IN_ORDER)]
-QUICK += [(kernel, LARGE) for kernel in (gather, gather_grad, token_grad, causal.causal_token_grad)]
-QUICK += [(kernel, GROUPS) for kernel in (gather, read, gather_grad, token_grad, causal.causal_read)]
+QUICK = [
+    Case(),
+    Case(tokens=196),
+    Case(causal=True),
+    Case(channels=40, bits=64, samples=64),
+    Case(groups=4),
+    Case(groups=4, signs=True),
+    Case(channels=32, groups=4, signs=True),
+]
+# These are made of the same pieces, and take long.
 THOROUGH = [
-    (kernel, sizes)
-    for sizes in (LARGE, GROUPS, WIDE_GROUPS)
-    for kernel in (*STEPS, *IN_ORDER)
-    if (kernel, sizes) not in QUICK and not (sizes == WIDE_GROUPS and kernel in IN_ORDER)
+    Case(channels=40, bits=64, samples=64, causal=True),
+    Case(tokens=196, groups=4),
+    Case(groups=4, causal=True),
+    Case(channels=128, bits=32, samples=64, groups=8),
+    Case(groups=4, signs=True, causal=True),
+    Case(groups=4, signs=True, dtype=torch.float32),
 ]
 
 
-@pytest.mark.parametrize(
-    ("kernel", "sizes"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in THOROUGH)],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_no_kernel_has_asynchronous_products(kernel, sizes, monkeypatch, tmp_path):
+def launches(case):
+    """All launches of a call with mask and weights of keys, and of its backward, on an H200."""
+    heads, channels = 5, case.channels
+
+    def tokens(width):
+        lead = (256, case.tokens, heads)
+        return torch.empty(*lead, width, dtype=case.dtype, device="meta").transpose(1, 2)
+
+    functions, k, levels = Signs(), None, (None, None, None)
+    if case.signs:
+        k = tokens(case.bits)
+    else:
+        support = torch.empty(heads, case.samples, channels)
+        weight = torch.empty(heads, case.samples, case.bits)
+        functions = HashFunctions(support, support[..., 0], support[:, 0, 0], weight)
+    if case.groups:
+        levels = (*torch.empty(2, heads, case.groups), torch.empty(heads))
+    q, v = tokens(case.bits if case.signs else channels), tokens(channels)
+    mask = torch.empty(256, case.tokens, dtype=torch.bool, device="meta")
+    key_weight = tokens(1)[..., 0] if case.groups else None
+    call = FusedCall(q, k, v, mask, key_weight, functions, None, *levels, 32.0, case.causal)
+    out = empty_out(q, v)
+    ahead = launch._Forward(call, [*launch.tensors_of(call), out], True)
+    saved = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in launch._rooms(call)]
+    needs = tuple(x is not None for x in call.differentiable())
+    back = launch_backward._Backward(call, [*launch.tensors_of(call), out, *saved], needs)
+    return [*ahead._launches, *back._launches]
+
+
+def compiled(launched):
+    """A launch as PTX."""
+    function, _, arguments, named, _ = launched
+    types, constants, properties = {}, {}, {}
+    plain = {parameter.name for parameter in function.params if parameter.do_not_specialize}
+    for place, name in enumerate(function.arg_names):
+        x = arguments[place] if place < len(arguments) else named[name]
+        aligned = False
+        if place >= len(arguments) or (x == 1 and name not in plain):
+            types[name], constants[(place,)] = "constexpr", x
+        elif isinstance(x, Place):
+            types[name], aligned = POINTERS[x.dtype], True
+        elif isinstance(x, float):
+            types[name] = "fp32"
+        else:
+            types[name], aligned = "i32", x % 16 == 0 and name not in plain
+        if aligned:
+            properties[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=function, signature=types, constexprs=constants, attrs=properties)
+    options = {name: x for name, x in named.items() if name.startswith("num_")}
+    return triton.compile(source, target=HOPPER, options=options).asm["ptx"]
+
+
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(c, marks=pytest.mark.slow) for c in THOROUGH)])
+def test_no_kernel_has_asynchronous_products(case, monkeypatch, tmp_path):
     """See `configs.has_async_products`. Products themselves are on tensor cores."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    dim, bits, support, size = sizes
-    tokens = 196 if kernel in (attend, attend_back) else 3136
-    features = bits // size << size if size else 0
-    shape = Sizes(1280, tokens, dim, dim, support, bits, torch.bfloat16, features)
-    config = causal_config(shape) if kernel in IN_ORDER else default(STEPS[kernel], shape)
-    code = compiled(kernel, config, *sizes)
-    assert "wgmma" not in code
-    assert re.search(r"mma\.sync\S*\.bf16\.bf16", code)
+    monkeypatch.setattr(launch, "_processors", lambda _: 132)
+    found = {}
+    for launched in launches(case):
+        found.setdefault(launched.function.__name__, compiled(launched))
+    for name, code in found.items():
+        assert "wgmma" not in code, name
+        if name not in ("add_parts", "running_sums", "sum_levels", "mix_parts"):
+            assert re.search(r"mma\.sync\S*\.bf16\.bf16", code), name
 
 
-@pytest.mark.parametrize(
-    "kernel", [*STEPS, *IN_ORDER, add_parts, mix_parts, running_sums], ids=lambda kernel: kernel.__name__
-)
+KERNELS = [
+    kernel
+    for module in (forward, backward, causal, groups, state)
+    for kernel in vars(module).values()
+    if isinstance(kernel, triton.runtime.JITFunction) and any(p.do_not_specialize for p in kernel.params)
+]
+
+
+@pytest.mark.parametrize("kernel", dict.fromkeys(KERNELS), ids=lambda kernel: kernel.__name__)
 def test_nothing_is_compiled_anew_for_a_count(kernel):
     """A length that is cut into another number of parts must not stop a user for seconds."""
     counts = [parameter for parameter in kernel.params if parameter.name in COUNTS]
     assert counts
     assert all(parameter.do_not_specialize for parameter in counts)
-    numbers = {
-        name for name in kernel.arg_names if name.islower() and not name.endswith(("_b", "_h", "_n", "_c"))
-    }
-    assert numbers - {*COUNTS, *FLOATS, *HALVES, "codes", "key_codes", "beta", "parts_ptr"} <= {
-        "n",
-        "span",
-        "width",
-    }

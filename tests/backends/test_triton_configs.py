@@ -35,7 +35,7 @@ def test_configurations_shrink_until_nothing_is_left(monkeypatch):
 @pytest.mark.parametrize("tokens", [1, 63, 512, 1 << 20])
 @pytest.mark.parametrize("features", [0, 64, 128])
 def test_defaults_are_legal(step, dtype, tokens, features):
-    for dim, bits, support in ((16, 1, 1), (64, 16, 25), (128, 64, 64)):
+    for dim, bits, support in ((16, 1, 1), (64, 16, 25), (128, 64, 64), (16, 16, 0), (64, 64, 0)):
         config = configs.default(step, Sizes(8, tokens, dim, dim, support, bits, dtype, features))
         assert config.block in (16, 32, 64)
         assert not configs.has_async_products(config)

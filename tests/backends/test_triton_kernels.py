@@ -13,7 +13,7 @@ import torch
 from ecoformer import FitOptions, KernelHasher, eco_attention
 from ecoformer.affinity import FLOOR, Affinity, group_values
 from ecoformer.backends import eager, fused
-from ecoformer.backends.hashing import HashFunctions, Hyperplanes, codes, project
+from ecoformer.backends.hashing import HashFunctions, Hyperplanes, Signs, codes, project, scaled
 from ecoformer.functional import sign_ste, unpack_codes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -58,6 +58,8 @@ class Case(NamedTuple):
     """Keys have hash functions of their own."""
     weighted: bool = False
     planes: bool = False
+    signs: bool = False
+    """Tokens are projections already."""
     cancels: float = 1.0
     """How many times larger than the weight's gradient its terms are."""
 
@@ -74,7 +76,8 @@ def embedded(x):
 def draw_tokens(shape, functions, dtype, generator):
     """Tokens whose projections keep clear of 0 and ±1, where rounding decides about codes and gradients."""
     x = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    y = torch.cat([project(x.double(), converted(f, torch.float64)) for f in functions], dim=-1).abs()
+    y = torch.cat([project(x.double(), converted(f, torch.float64)) for f in functions], dim=-1)
+    y = (scaled(y) if functions == [Signs()] else y).abs()
     clear = ((y > 1e-3) & ((y - 1).abs() > 1e-3)).all(dim=-1)
     for sample, good in zip(x.flatten(0, 1), clear.flatten(0, 1), strict=True):
         assert good.any()
@@ -97,6 +100,8 @@ def make(case, dtype=torch.float32, seed=0):
 
     def draw_functions():
         shape = (case.heads, case.support, case.dim)
+        if case.signs:
+            return Signs()
         if case.planes:
             return Hyperplanes(2 * normal(case.heads, case.dim, case.bits))
         return HashFunctions(
@@ -110,9 +115,10 @@ def make(case, dtype=torch.float32, seed=0):
     key_functions = draw_functions() if case.apart else None
     both = [functions] if key_functions is None else [functions, key_functions]
     lead = (case.batch, case.heads)
-    q = draw_tokens((*lead, case.n, case.dim), both, dtype, generator)
+    dim = case.bits if case.signs else case.dim
+    q = draw_tokens((*lead, case.n, dim), both, dtype, generator)
     n_k = case.n_k or case.n
-    k = None if case.n_k is None else draw_tokens((*lead, n_k, case.dim), both, dtype, generator)
+    k = None if case.n_k is None else draw_tokens((*lead, n_k, dim), both, dtype, generator)
     v = normal(*lead, n_k, case.value_dim).to(dtype)
     mask = None
     if case.masked:
@@ -139,7 +145,8 @@ def plain(call):
 
     def own_codes(x, functions):
         wide = eager.accumulator(x.dtype)
-        return sign_ste(project(x.to(wide), functions)).to(x.dtype).to(wide)
+        surrogate = "scaled" if isinstance(functions, Signs) else "hardtanh"
+        return sign_ste(project(x.to(wide), functions), surrogate).to(x.dtype).to(wide)
 
     with mock.patch.object(fused, "codes", own_codes):
         return fused.plain(call)
@@ -221,6 +228,11 @@ CASES = [
     Case(70, groups=8, causal=True, heads=1, batch=1),
     Case(40, groups=2, bits=8, n_k=40, causal=True, apart=True, weighted=True, masked=True, heads=1),
     Case(40, bits=8, causal=True, apart=True, weighted=True, heads=1, batch=1),
+    Case(70, groups=4, n_k=70, signs=True, weighted=True, masked=True, heads=1),
+    Case(40, groups=2, bits=8, signs=True, heads=1),
+    Case(40, bits=9, n_k=30, signs=True),
+    Case(50, groups=4, n_k=50, signs=True, weighted=True, causal=True, heads=1, batch=1),
+    Case(40, bits=8, signs=True, causal=True, heads=1, batch=1),
 ]
 THOROUGH = [
     Case(3137, batch=1),
@@ -448,7 +460,8 @@ def test_buckets_of_whole_numbers_are_exact(kernels, n):
     values = torch.randint(-1000, 1001, call.v.shape, device=DEVICE).float()
     state = kernels.forward(call._replace(v=values))[1][1]
     f = group_values(codes(call.q, call.functions), 2)
-    assert torch.equal(state, eager.sums(f.double(), values.double(), None, None)[..., :-1, :].float())
+    sums = eager.sums(f.double(), values.double(), None, None)[..., :-1, :].float()
+    assert torch.equal(state, torch.cat([sums[..., :-1].flatten(-2), sums[..., -1]], dim=-1))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -470,7 +483,8 @@ def test_codes_and_sums_of_whole_numbers_are_exact(kernels):
     h = codes(call.q, call.functions)
     assert packed.dtype == torch.int16
     assert torch.equal(unpack_codes(packed), h)
-    assert torch.equal(state, eager.sums(h.double(), values.double(), None, None).float())
+    sums = eager.sums(h.double(), values.double(), None, None).float()
+    assert torch.equal(state[..., : sums[0, 0].numel()].view_as(sums), sums)
 
 
 @pytest.mark.parametrize(("bits", "dtype"), [(1, torch.int16), (17, torch.int32), (64, torch.int64)])

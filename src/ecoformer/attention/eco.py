@@ -59,10 +59,11 @@ class KeyWeights(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (B, N, dim) to weights (B, H, N), in fp32 or fp64."""
-        exponent = _wide(super().forward(x)).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+        """Tokens (B, N, dim) to weights (B, H, N) in the dtype of projections, where they are exact."""
+        projected = super().forward(x)
+        exponent = _wide(projected).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
         rounded = exponent + (exponent.round() - exponent).detach()
-        return torch.exp2(rounded).transpose(1, 2)
+        return torch.exp2(rounded).to(projected.dtype).transpose(1, 2)
 
 
 class HashedAttention(Attention):

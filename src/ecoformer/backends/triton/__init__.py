@@ -1,6 +1,6 @@
 """Hashed attention in Triton, from tokens to output: two passes over the tokens, in causal order or without.
 
-docs/kernels.md describes the kernels. Where `TRITON_INTERPRET=1` was set before Triton was imported they run
+docs/kernels_gpu.md describes the kernels. If `TRITON_INTERPRET=1` is set before Triton is imported they run
 on the CPU, slowly, for tests.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ecoformer.backends.fused import DTYPES, Functions, FusedCall, HashFunctions, Signs
+from ecoformer.backends.fused import DTYPES, Functions, FusedCall, HashFunctions
 from ecoformer.backends.triton.configs import HEAVY, capability
 from ecoformer.backends.triton.hashing import INTERPRETED, VERSION
 from ecoformer.backends.triton.launch import forward, kept, sizes_of
@@ -18,7 +18,7 @@ __all__ = ["backward", "cannot", "forward", "kept"]
 
 _WIDEST, _MOST, _FEATURES, _CAUSAL_FEATURES = 128, 64, 128, 64
 _LONGEST = 1 << 30
-"""Tokens whose places in what a backward keeps fit 32 bits."""
+"""Tokens whose offsets in the memory of a backward fit 32 bits."""
 
 
 def cannot(call: FusedCall, *, needs_grad: bool) -> str | None:
@@ -27,8 +27,6 @@ def cannot(call: FusedCall, *, needs_grad: bool) -> str | None:
     if VERSION < (3, 3):
         # The compiler of 3.2 does not fail on some backward kernels, it aborts the process.
         return "it needs Triton 3.3"
-    if isinstance(call.functions, Signs):
-        return "it does not take projections"
     if any(x.dtype not in DTYPES for x in (q, v)):
         return "it takes fp32, bf16 and fp16"
     if call.key_weight is not None and call.key_weight.dtype not in DTYPES:

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ecoformer.backends.triton.forward import denominators, load_summed
 from ecoformer.backends.triton.groups import (
+    add_multiples,
     column_of,
     features_of,
     load_features,
@@ -22,15 +23,18 @@ from ecoformer.backends.triton.groups import (
     tall_sums,
     to_bits,
     turned_features,
-    turned_multiples,
 )
 from ecoformer.backends.triton.hashing import (
     NARROWEST,
+    SIGNS,
+    clean_signs,
     dot,
+    exact_signs,
     launched,
     load_functions,
     load_keys,
     load_packed,
+    load_signs,
     load_tile,
     load_weights,
     product,
@@ -43,7 +47,6 @@ from ecoformer.backends.triton.hashing import (
 from ecoformer.backends.triton.state import (
     load_parts,
     load_reads,
-    load_rows,
     load_state,
     state_size,
     store_reads,
@@ -53,15 +56,16 @@ from ecoformer.backends.triton.state import (
 
 @triton.jit
 def gather_grad_tiles(
-    grad, grad_n, grad_c, codes, reads, first, last, n, sums, ones, total, count, beta,
-    WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr,
+    grad, grad_n, grad_c, x, x_n, x_c, codes, reads, first, last, n, sums, ones, total, count, beta,
+    WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+    HASH: tl.constexpr, SIZE: tl.constexpr,
     E: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr,
     BE: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the state from queries first ... last of a head; stores one over below_t, and e_t.
 
-    The last number, the gradient of the count of keys, is of use to weights of keys only.
+    Only weights of keys need the last number, the gradient of the number of keys.
     """
     to_sums = tl.zeros((BF, BE), tl.float32)
     if SIZE == 0:
@@ -70,16 +74,19 @@ def gather_grad_tiles(
         to_counts = tl.zeros((BLOCK,), tl.float32)
     else:
         to_ones = tl.zeros((BF, NARROWEST), tl.float32)
-    packed = load_packed(codes, first, n, BLOCK)
+    if HASH != SIGNS:
+        packed = load_packed(codes, first, n, BLOCK)
     for start in range(first, last, BLOCK):
-        h = unpack(packed, BITS, BB)
+        signs: tl.constexpr = HASH == SIGNS
+        h = load_signs(x, start, n, x_n, x_c, BITS, BB, BLOCK) if signs else unpack(packed, BITS, BB)
         f = features_of(h, SIZE, F, BITS, BF, BB)
-        packed = load_packed(codes, start + BLOCK, n, BLOCK)
+        if HASH != SIGNS:
+            packed = load_packed(codes, start + BLOCK, n, BLOCK)
         tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
         if SIZE == 0:
-            below = denominators(f, ones, total, count, beta, PRECISION, SIZE)
+            below = denominators(f, ones, total, count, beta, PIECES, PRECISION, SIZE)
             inverse = tl.where(count == 0, 0.0, reciprocal(tl.where(count == 0, 1.0, below)))
-            # a_t . out_t from h_t, S grad_t and the sum of values, so that nobody has to keep out.
+            # a_t . out_t from h_t, S grad_t and the sum of values, so that the forward need not keep out.
             to_codes = product(tile, tl.trans(sums), PIECES, PRECISION)
             h = f.to(tl.float32)
             e = tl.sum(h * to_codes, axis=1) + row_sums(tile, beta * total, PIECES, PRECISION)
@@ -97,22 +104,13 @@ def gather_grad_tiles(
             inverse = reciprocal(tl.where(count == 0, 1.0, tl.maximum(below, total)))
             inverse = tl.where(count == 0, 0.0, inverse)
             e = -tl.sum(tile.to(tl.float32) * product(f, sums, PIECES, PRECISION), axis=1) * inverse
-            # A denominator at its floor depends on nothing.
+            # A denominator at its floor has no gradient.
             e = tl.where(below < total, 0.0, e)
-            store_reads(reads, inverse, e * inverse, start, n, BLOCK)
-            if tile.dtype == tl.bfloat16:
-                # One over below_t goes in with the features, in one or two pieces.
-                high = inverse.to(tl.bfloat16).to(tl.float32)
-                if PIECES > 1:
-                    high = (inverse.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-                turned = turned_multiples(h, high, WIDE, SIZE, F, BITS, BF, BB)
-                to_sums = tall_product(turned, tile, PIECES, PRECISION, WIDE, to_sums)
-                to_ones = tall_sums(turned, e, PIECES, PRECISION, WIDE, to_ones)
-                if PIECES > 1:
-                    low = (inverse - high).to(tl.bfloat16).to(tl.float32)
-                    turned = turned_multiples(h, low, WIDE, SIZE, F, BITS, BF, BB)
-                    to_sums = tall_product(turned, tile, PIECES, PRECISION, WIDE, to_sums)
-                    to_ones = tall_sums(turned, e, 1, PRECISION, WIDE, to_ones)
+            store_reads(reads, inverse, e, start, n, BLOCK)
+            if tile.dtype == tl.bfloat16 and (SIZE == 1 or SIZE == 2 or SIZE == 4):
+                to_sums, to_ones = add_multiples(
+                    h, inverse, tile, e, to_sums, to_ones, PIECES, 2, WIDE, SIZE, F, BITS, BF, BB
+                )
             else:
                 turned = turned_features(h, False, WIDE, SIZE, F, BITS, BF, BB)
                 a = tile.to(tl.float32) * inverse[:, None]
@@ -130,52 +128,60 @@ def load_gradients(
     state, to_state, to_buckets, grad_parts, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """What gives the gradients of features as queries and as keys, and of values: (BF, BE) and (BF,) each.
+    """Factors of the gradients of features as queries and as keys, and of values: (BF, BE) and (BF,) each.
 
     Also the gradients of the sum of values and of the number of keys. With groups of bits `state` and
     `to_state` hold coefficients of products of bits, see `to_bits`.
     """
     if SIZE == 0:
-        sums, ones, _, _ = load_state(state, E, F, BE, BF)
+        sums, ones, _, _ = load_state(state, SIZE, E, F, BE, BF)
         to_sums, to_ones, to_total, to_count = load_parts(to_state, grad_parts, E, F, BE, BF)
         return sums, ones, to_sums, to_ones, to_sums, to_ones, to_total, to_count
     else:
         as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         if QUERIES:
-            as_query, as_query_ones = load_rows(state, E, F, BE, BF)
+            as_query, as_query_ones, _, _ = load_state(state, SIZE, E, F, BE, BF)
         if KEYS:
-            as_key, as_key_ones = load_rows(to_state, E, F, BE, BF)
-            to_sums, to_ones = load_rows(to_buckets, E, F, BE, BF)
+            as_key, as_key_ones, _, _ = load_state(to_state, SIZE, E, F, BE, BF)
+            to_sums, to_ones, _, _ = load_state(to_buckets, SIZE, E, F, BE, BF)
         return as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, 0.0, 0.0
 
 
 @triton.jit
 def token_grad_tile(
     grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, codes, reads,
-    to_x, to_v, to_key_weight, start, n, samples, lengths, middle, mix, scale,
+    to_x, to_v, to_key_weight, start, n, inverse, e, weights, samples, lengths, middle, mix, scale,
     as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, VALUES: tl.constexpr,
     WEIGHT: tl.constexpr, KEY_WEIGHT: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr,
+    HASH: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile's tokens (QUERIES, KEYS or both), values and weights; returns the hash weight's."""
-    h, f = load_features(codes, start, n, SIZE, F, BITS, BF, BB, BLOCK)
-    to_features = tl.zeros((BLOCK, BF), tl.float32)
+    if HASH == SIGNS:
+        tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
+        h = exact_signs(tokens, BITS, BB)
+        if MASKED and KEYS:
+            h = clean_signs(h, load_keys(mask, mask_n, start, n, MASKED, BLOCK))
+        f = features_of(h, SIZE, F, BITS, BF, BB)
+    else:
+        h, f = load_features(codes, start, n, SIZE, F, BITS, BF, BB, BLOCK)
     to_mix = tl.zeros((BM, BB), tl.float32)
+    # With groups of bits a factor of each token waits for the gradient of bits where there is only one.
+    late: tl.constexpr = SIZE > 0 and not (QUERIES and KEYS)
+    factors = tl.full((BLOCK,), 1.0, tl.float32)
+    to_features = tl.zeros((BLOCK, BF), tl.float32)
     # The paper's form loads the gradient first, a tenth faster; with groups that would take more registers.
     if QUERIES and SIZE == 0:
         tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
-        inverse, e = load_reads(reads, start, n, BLOCK)
         to_features = product(tile, tl.trans(as_query), PIECES, PRECISION) * inverse[:, None]
         to_features += e[:, None] * as_query_ones[None, :]
     if KEYS:
         keys = load_keys(mask, mask_n, start, n, MASKED, BLOCK)
-        if WEIGHTED:
-            weights = load_weights(key_weight, key_weight_n, start, keys, BLOCK)
+        weights = tl.where(keys, weights, 0.0)
         if TOKENS or KEY_WEIGHT:
             values = load_tile(v, start, n, v_n, v_c, E, BE, BLOCK)
         if TOKENS:
@@ -184,11 +190,14 @@ def token_grad_tile(
             else:
                 more = tl.broadcast_to(as_key_ones[None, :], (BLOCK, BF))
                 more = product(values, tl.trans(as_key), PIECES, PRECISION, more)
-            if WEIGHTED:
-                more *= weights[:, None]
-            if MASKED or WEIGHT:
-                more = tl.where(keys[:, None], more, 0.0)
-            to_features += more
+            if late:
+                to_features, factors = more, weights
+            else:
+                if WEIGHTED:
+                    more *= weights[:, None]
+                if MASKED or WEIGHT:
+                    more = tl.where(keys[:, None], more, 0.0)
+                to_features += more
         if VALUES or KEY_WEIGHT:
             tile = product(f, to_sums, PIECES, PRECISION)
             if SIZE == 0:
@@ -199,7 +208,8 @@ def token_grad_tile(
                 wide = values.to(tl.float32)
                 if MASKED:
                     wide = tl.where(keys[:, None], wide, 0.0)
-                to_weights = tl.sum(tile * wide, axis=1) + row_sums(f, to_ones, 3, PRECISION) + to_count
+                below = row_sums(f, to_ones, 2 if PIECES == 1 else 3, PRECISION)
+                to_weights = tl.sum(tile * wide, axis=1) + below + to_count
                 rows = start + tl.arange(0, BLOCK)
                 to_weights = tl.where(keys, to_weights, 0.0)
                 tl.store(to_key_weight + rows, to_weights.to(to_key_weight.dtype.element_ty), mask=rows < n)
@@ -210,21 +220,43 @@ def token_grad_tile(
     if TOKENS:
         if QUERIES and SIZE > 0:
             tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
-            inverse, e = load_reads(reads, start, n, BLOCK)
-            to_features += e[:, None] * as_query_ones[None, :]
-            to_features += product(tile, tl.trans(as_query), PIECES, PRECISION) * inverse[:, None]
+            if late:
+                to_features = e[:, None] * as_query_ones[None, :]
+                to_features = product(tile, tl.trans(as_query), PIECES, PRECISION, to_features)
+                factors = inverse
+            else:
+                to_features += (e * inverse)[:, None] * as_query_ones[None, :]
+                to_features += product(tile, tl.trans(as_query), PIECES, PRECISION) * inverse[:, None]
         if SIZE == 0:
             to_codes = to_features
         else:
             to_codes = to_bits(to_features, h, PIECES, PRECISION, SIZE, F, BF, BITS, BB)
-        tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
+        if late and MASKED and KEYS:
+            to_codes = tl.where(keys[:, None], to_codes, 0.0)  # padding may hold NaN
+        if HASH != SIGNS:
+            tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
         tile, features, to_y = project_back(
-            tokens, to_codes, samples, lengths, middle, mix, scale, PLANES, PRECISION, GRAD_PRECISION
-        )
+            tokens, to_codes, factors, samples, lengths, middle, mix, scale,
+            HASH, PRECISION, GRAD_PRECISION, BITS,
+        )  # fmt: skip
         store_tile(to_x, tile, start, n, D, 1, D, BD, BLOCK)
         if WEIGHT:
             to_mix = dot(features, to_y, PRECISION, None, True)
     return to_mix
+
+
+@triton.jit
+def load_narrow(
+    reads, key_weight, key_weight_n, start, n, READ: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """What was stored for the queries of a tile if READ, and the weights of its keys; else zeros and ones."""
+    inverse, e = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    weights = tl.full((BLOCK,), 1.0, tl.float32)
+    if READ:
+        inverse, e = load_reads(reads, start, n, BLOCK)
+    if WEIGHTED:
+        weights = load_weights(key_weight, key_weight_n, start, n, BLOCK)
+    return inverse, e, weights
 
 
 @triton.jit
@@ -236,25 +268,30 @@ def token_grad_tiles(
     VALUES: tl.constexpr, WEIGHT: tl.constexpr, KEY_WEIGHT: tl.constexpr,
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr,
+    HASH: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same for tokens first ... last.
+    """The same for tokens first ... last; SINGLE: they are one tile.
 
-    SINGLE: they are one tile. In a loop the compiler keeps all that does not change in shared memory.
+    In a loop the compiler keeps all that does not change in shared memory.
     """
     samples, lengths, middle, mix, scale = load_functions(
-        support, mean, sigma, weight, head, PLANES, D, M, BITS, BD, BM, BB
+        support, mean, sigma, weight, head, HASH, D, M, BITS, BD, BM, BB
+    )
+    # The compiler does not load these ahead: ask for the next tile's.
+    inverse, e, weights = load_narrow(
+        reads, key_weight, key_weight_n, first, n, QUERIES and (TOKENS or SIZE == 0), KEYS and WEIGHTED, BLOCK
     )
     if SINGLE:
         to_mix = token_grad_tile(
             grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, codes,
-            reads, to_x, to_v, to_key_weight, first, n, samples, lengths, middle, mix, scale,
+            reads, to_x, to_v, to_key_weight, first, n, inverse, e, weights,
+            samples, lengths, middle, mix, scale,
             as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count,
             QUERIES, KEYS, TOKENS, VALUES, WEIGHT, KEY_WEIGHT, MASKED, WEIGHTED,
-            PIECES, PRECISION, GRAD_PRECISION, PLANES, SIZE,
+            PIECES, PRECISION, GRAD_PRECISION, HASH, SIZE,
             D, E, F, BITS, BD, BE, BF, BM, BB, BLOCK,
         )  # fmt: skip
     else:
@@ -262,11 +299,16 @@ def token_grad_tiles(
         for start in range(first, last, BLOCK):
             more = token_grad_tile(
                 grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, codes,
-                reads, to_x, to_v, to_key_weight, start, n, samples, lengths, middle, mix, scale,
+                reads, to_x, to_v, to_key_weight, start, n, inverse, e, weights,
+                samples, lengths, middle, mix, scale,
                 as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count,
                 QUERIES, KEYS, TOKENS, VALUES, WEIGHT, KEY_WEIGHT, MASKED, WEIGHTED,
-                PIECES, PRECISION, GRAD_PRECISION, PLANES, SIZE,
+                PIECES, PRECISION, GRAD_PRECISION, HASH, SIZE,
                 D, E, F, BITS, BD, BE, BF, BM, BB, BLOCK,
+            )  # fmt: skip
+            inverse, e, weights = load_narrow(
+                reads, key_weight, key_weight_n, start + BLOCK, n,
+                QUERIES and (TOKENS or SIZE == 0), KEYS and WEIGHTED, BLOCK,
             )  # fmt: skip
             if WEIGHT:
                 to_mix += more
@@ -277,9 +319,10 @@ def token_grad_tiles(
 
 @launched
 def gather_grad(
-    grad, grad_b, grad_h, grad_n, grad_c, codes, reads, state, table, partial, floor,
+    grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, codes, reads, state, table, partial, floor,
     n, heads, parts, span, beta,
-    WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr,
+    WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+    HASH: tl.constexpr, SIZE: tl.constexpr,
     E: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr,
     BE: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
@@ -294,9 +337,10 @@ def gather_grad(
     sums, ones, total, count = load_summed(table, state, 1, False, floor, head, SIZE, E, F, BE, BF)
     first = part * span
     to_sums, to_ones, to_total, to_count = gather_grad_tiles(
-        grad + batch * grad_b + head * grad_h, grad_n, grad_c, codes + row * n, reads + row * n * 2,
+        grad + batch * grad_b + head * grad_h, grad_n, grad_c, x + batch * x_b + head * x_h, x_n, x_c,
+        codes + row * n, reads + row * n * 2,
         first, tl.minimum(first + span, n), n, sums, ones, total, count, beta,
-        WEIGHTED, PIECES, PRECISION, SIZE, E, F, BITS, BE, BF, BB, BLOCK, WIDE,
+        WEIGHTED, PIECES, PRECISION, HASH, SIZE, E, F, BITS, BE, BF, BB, BLOCK, WIDE,
     )  # fmt: skip
     partial += (row * parts + part) * size
     store_state(partial, to_sums, to_ones, to_total, to_count, SIZE, E, F, BE, BF)
@@ -312,7 +356,7 @@ def token_grad(
     VALUES: tl.constexpr, WEIGHT: tl.constexpr, KEY_WEIGHT: tl.constexpr,
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr,
+    HASH: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -336,7 +380,7 @@ def token_grad(
         first, tl.minimum(first + span, n), n, support, mean, sigma, weight, head,
         as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count,
         SINGLE, QUERIES, KEYS, TOKENS, VALUES, WEIGHT, KEY_WEIGHT, MASKED, WEIGHTED,
-        PIECES, PRECISION, GRAD_PRECISION, PLANES, SIZE,
+        PIECES, PRECISION, GRAD_PRECISION, HASH, SIZE,
         D, E, F, M, BITS, BD, BE, BF, BM, BB, BLOCK,
     )  # fmt: skip
 
@@ -345,18 +389,18 @@ def token_grad(
 def attend_back(
     grad, grad_b, grad_h, grad_n, grad_c, x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c,
     mask, mask_b, mask_n, key_weight, key_weight_b, key_weight_h, key_weight_n, codes, reads, state, table,
-    partial, state_walsh, walsh, to_buckets, to_x, to_v, to_key_weight, to_weight,
+    partial, state_walsh, walsh, to_buckets, to_x, to_v, to_key_weight, to_weight, to_levels,
     support, mean, sigma, weight, scales, ratios, floor,
     n, heads, beta,
     TOKENS: tl.constexpr, VALUES: tl.constexpr, WEIGHT: tl.constexpr, KEY_WEIGHT: tl.constexpr,
-    MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
+    LEVELS: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr,
+    HASH: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One program does the whole backward of one head: short sequences in a single launch."""
+    """One program computes the backward of one head: short sequences in a single launch."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // heads, row % heads
     size = state_size(SIZE, E, F)
@@ -364,16 +408,17 @@ def attend_back(
     table += row * size
     sums, ones, total, count = load_summed(table, state, 1, False, floor, head, SIZE, E, F, BE, BF)
     grad += batch * grad_b + head * grad_h
+    x += batch * x_b + head * x_h
     codes += row * n
     reads += row * n * 2
     to_sums, to_ones, to_total, to_count = gather_grad_tiles(
-        grad, grad_n, grad_c, codes, reads, 0, n, n, sums, ones, total, count, beta,
-        WEIGHTED, PIECES, PRECISION, SIZE, E, F, BITS, BE, BF, BB, BLOCK, WIDE,
+        grad, grad_n, grad_c, x, x_n, x_c, codes, reads, 0, n, n, sums, ones, total, count, beta,
+        WEIGHTED, PIECES, PRECISION, HASH, SIZE, E, F, BITS, BE, BF, BB, BLOCK, WIDE,
     )  # fmt: skip
     if SIZE > 0:
         partial += row * size
         store_state(partial, to_sums, to_ones, to_total, to_count, SIZE, E, F, BE, BF)
-    # What was read goes through memory to the threads that want it.
+    # Other threads read what was stored.
     tl.debug_barrier()
     if SIZE == 0:
         as_query, as_query_ones, as_key, as_key_ones = sums, ones, to_sums, to_ones
@@ -381,20 +426,22 @@ def attend_back(
         state_walsh += row * size
         walsh += row * size
         to_buckets += row * size
-        mix_all(state, state, state_walsh, scales, ratios, head, False, True, SIZE, E, F, BF)
-        mix_all(partial, to_buckets, walsh, scales, ratios, head, True, True, SIZE, E, F, BF)
+        mix_all(
+            partial, to_buckets, walsh, state, state_walsh, to_levels + row * (2 * F), scales, ratios, head,
+            True, LEVELS, SIZE, E, F, BE,
+        )  # fmt: skip
         tl.debug_barrier()
         as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count = load_gradients(
             state_walsh, walsh, to_buckets, 1, TOKENS, True, SIZE, E, F, BE, BF
         )
     token_grad_tiles(
-        grad, grad_n, grad_c, x + batch * x_b + head * x_h, x_n, x_c,
+        grad, grad_n, grad_c, x, x_n, x_c,
         v + batch * v_b + head * v_h, v_n, v_c, mask + batch * mask_b, mask_n,
         key_weight + batch * key_weight_b + head * key_weight_h, key_weight_n, codes,
         reads, to_x + row * n * D, to_v + row * n * E, to_key_weight + row * n, to_weight + row * (M * BITS),
         0, n, n, support, mean, sigma, weight, head,
         as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count,
         False, True, True, TOKENS, VALUES, WEIGHT, KEY_WEIGHT, MASKED, WEIGHTED,
-        PIECES, PRECISION, GRAD_PRECISION, PLANES, SIZE,
+        PIECES, PRECISION, GRAD_PRECISION, HASH, SIZE,
         D, E, F, M, BITS, BD, BE, BF, BM, BB, BLOCK,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from ecoformer.backends.triton.groups import (
     MIX,
     SLOPE,
     WALSH,
+    add_multiples,
     column_of,
     features_of,
     load_features,
@@ -28,28 +29,25 @@ from ecoformer.backends.triton.groups import (
     turned_features,
 )
 from ecoformer.backends.triton.hashing import (
+    NARROWEST,
     dot,
     float_product,
     grad_product,
+    hash_tile,
     launched,
     load_functions,
     load_keys,
     load_tile,
     load_weights,
-    marks,
-    pack,
     product,
-    project,
     project_back,
-    signs_of,
-    store_packed,
     store_tile,
     whole_product,
 )
 from ecoformer.backends.triton.state import (
     load_reads,
-    load_rows,
     load_state,
+    state_places,
     state_size,
     store_reads,
     store_state,
@@ -62,7 +60,7 @@ def causal_gather(
     key_weight, key_weight_b, key_weight_h, key_weight_n, codes, states,
     support, mean, sigma, weight, n, heads, stretches,
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr,
+    HASH: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     STRIDE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
@@ -76,24 +74,11 @@ def causal_gather(
         x + batch * x_b + head * x_h, x_n, x_c, v + batch * v_b + head * v_h, v_n, v_c,
         mask + batch * mask_b, mask_n, key_weight + batch * key_weight_b + head * key_weight_h, key_weight_n,
         codes + row * n, first, tl.minimum(first + STRIDE * BLOCK, n), n, support, mean, sigma, weight, head,
-        MASKED, WEIGHTED, PIECES, PRECISION, PLANES, SIZE,
+        MASKED, WEIGHTED, PIECES, PRECISION, HASH, True, SIZE,
         D, E, F, M, BITS, BD, BE, BF, BM, BB, BLOCK, WIDE,
     )  # fmt: skip
     states += (row * (stretches + 1) + stretch + 1) * state_size(SIZE, E, F)
     store_state(states, sums, ones, total, count, SIZE, E, F, BE, BF)
-
-
-@triton.jit
-def load_running(
-    base, SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr
-):
-    """A state: sums of f v^T (BF, BE) and of f (BF,), without groups of v (BE,) and the count too."""
-    if SIZE == 0:
-        sums, ones, total, count = load_state(base, E, F, BE, BF)
-        return sums, ones, total, count
-    else:
-        sums, ones = load_rows(base, E, F, BE, BF)
-        return sums, ones, 0.0, 0.0
 
 
 @triton.jit
@@ -120,23 +105,20 @@ def load_values(
         values = tl.where(keys[:, None], values, 0.0)
     weights = keys.to(tl.float32)
     if WEIGHTED:
-        weights = load_weights(key_weight, key_weight_n, start, keys, BLOCK)
+        weights *= load_weights(key_weight, key_weight_n, start, n, BLOCK)
     return keys, weights, values
 
 
 @triton.jit
-def weighted(values, weights, WEIGHTED: tl.constexpr):
-    """Values as they are summed."""
-    if WEIGHTED:
-        values = values.to(tl.float32) * weights[:, None]
-    return values
-
-
-@triton.jit
 def mixed_features(f, matrix, PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr):
-    """Features as they meet those of keys, in fp32; without groups as they are."""
+    """Features as they meet those of keys; without groups as they are.
+
+    With one piece the matrix is rounded to bf16, and so is every w_ts, above and below the fraction bar.
+    """
     if SIZE == 0:
         return f
+    elif PIECES == 1:
+        return product(f, matrix, PIECES, PRECISION).to(tl.bfloat16)
     else:
         return product(f, matrix, PIECES, PRECISION)
 
@@ -169,16 +151,18 @@ def causal_tops(
     if SIZE > 0:
         count = tl.sum(tl.where(tl.arange(0, BF) < (1 << SIZE), ones, 0.0), axis=0)
     seen = count + tl.cumsum(weights, axis=0)
-    below = tl.sum(w * weights[None, :] if WEIGHTED else w, axis=1)
-    below += tl.sum(g.to(tl.float32) * ones[None, :], axis=1)
+    if WEIGHTED:
+        w *= weights[None, :]
+    if PIECES == 1:
+        w = w.to(tl.bfloat16).to(tl.float32)
+    below = tl.sum(w, axis=1) + tl.sum(g.to(tl.float32) * ones[None, :], axis=1)
     if SIZE == 0:
         below += beta * count
     least = floor * seen
     at_floor = below < least
     if SIZE > 0:
         below = tl.maximum(below, least)
-    values = weighted(values, weights, WEIGHTED)
-    if SIZE == 0 and WHOLE:
+    if WHOLE and SIZE == 0 and not WEIGHTED:
         within = whole_product(w.to(tl.bfloat16), values, PIECES, PRECISION)
     else:
         within = product(w, values, PIECES, PRECISION)
@@ -190,17 +174,26 @@ def causal_tops(
 
 @triton.jit
 def key_sums(
-    h, weights, values,
+    h, weights, values, sums, ones, WEIGHT_PIECES: tl.constexpr,
     WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr,
     F: tl.constexpr, BITS: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A block's share in buckets of values and of weights."""
-    half: tl.constexpr = values.dtype == tl.float16 and not WEIGHTED
-    f = turned_features(h, half, WIDE, SIZE, F, BITS, BF, BB)
-    sums = tall_product(f, weighted(values, weights, WEIGHTED), PIECES, PRECISION, WIDE)
-    if not WEIGHTED:
-        weights = weights.to(f.dtype)
-    return sums, column_of(tall_sums(f, weights, 3, PRECISION, WIDE))
+    """Buckets of values and of weights with those of a block added."""
+    if WEIGHTED and values.dtype == tl.bfloat16 and (SIZE == 1 or SIZE == 2 or SIZE == 4):
+        each = tl.full(weights.shape, 1.0, tl.float32).to(tl.bfloat16)
+        columns = tl.zeros((BF, NARROWEST), tl.float32)
+        sums, columns = add_multiples(
+            h, weights, values, each, sums, columns, WEIGHT_PIECES, 1, WIDE, SIZE, F, BITS, BF, BB
+        )
+    else:
+        f = turned_features(h, values.dtype == tl.float16 and not WEIGHTED, WIDE, SIZE, F, BITS, BF, BB)
+        if WEIGHTED:
+            values = values.to(tl.float32) * weights[:, None]
+        else:
+            weights = weights.to(f.dtype)
+        sums = tall_product(f, values, 3 if PIECES == 3 else 2, PRECISION, WIDE, sums)
+        columns = tall_sums(f, weights, 3, PRECISION, WIDE)
+    return sums, ones + column_of(columns)
 
 
 @launched
@@ -211,7 +204,7 @@ def causal_read(
     n, heads, stretches, beta,
     SHARED: tl.constexpr, WHOLE: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr,
+    HASH: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     STRIDE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
@@ -222,8 +215,9 @@ def causal_read(
     batch, head = row // heads, row % heads
     size = state_size(SIZE, E, F)
     states += (row * (stretches + 1) + stretch) * size
-    sums, ones, total, count = load_running(states, SIZE, E, F, BE, BF)
-    after = tl.load(states + size + tl.arange(0, BF) * (E + 1) + E, mask=tl.arange(0, BF) < F, other=0.0)
+    sums, ones, total, count = load_state(states, SIZE, E, F, BE, BF)
+    _, of_ones = state_places(states + size, SIZE, E, F, BE, BF)
+    after = tl.load(of_ones, mask=tl.arange(0, BF) < F, other=0.0)
     # Packed codes cannot be NaN, but the sum over the stretch's codes can: it marks the stretch's tokens.
     marked = tl.sum(after, axis=0) * 0.0
     v += batch * v_b + head * v_h
@@ -234,7 +228,7 @@ def causal_read(
     matrix = load_mixing(scales, ratios, head, MIX, SIZE, F, BF)
     if not SHARED:
         samples, lengths, middle, mix, scale = load_functions(
-            support, mean, sigma, weight, head, PLANES, D, M, BITS, BD, BM, BB
+            support, mean, sigma, weight, head, HASH, D, M, BITS, BD, BM, BB
         )
     first = stretch * (STRIDE * BLOCK)
     # One block is a loop that the compiler leaves out.
@@ -250,10 +244,12 @@ def causal_read(
             mark = marked
         else:
             tokens = load_tile(x + batch * x_b + head * x_h, start, n, x_n, x_c, D, BD, BLOCK)
-            y = project(tokens, samples, lengths, middle, mix, scale, PLANES, PRECISION)
-            store_packed(codes + row * n, pack(y, BITS, BB), start, n, BLOCK)
-            f_q = features_of(signs_of(y, BITS, BB).to(tl.bfloat16), SIZE, F, BITS, BF, BB)
-            mark = marked + 0.0 * marks(tokens, start + tl.arange(0, BLOCK) < n)
+            h_q, mark = hash_tile(
+                tokens, start + tl.arange(0, BLOCK) < n, samples, lengths, middle, mix, scale,
+                codes + row * n, start, n, HASH, PRECISION, True, BITS, BB, BLOCK,
+            )  # fmt: skip
+            f_q = features_of(h_q, SIZE, F, BITS, BF, BB)
+            mark = marked + 0.0 * mark
         above, inverse, _at_floor = causal_tops(
             mixed_features(f_q, matrix, PIECES, PRECISION, SIZE), f, keys, weights, values,
             sums, ones, total, count, beta, least, WHOLE, WEIGHTED, PIECES, PRECISION, SIZE, BF, BLOCK,
@@ -261,11 +257,10 @@ def causal_read(
         tile = above * (inverse + mark)[:, None]
         store_tile(out, tile, start, n, out_n, out_c, E, BE, BLOCK)
         if STRIDE > 1:
-            more, more_ones = key_sums(
-                h, weights, values, WEIGHTED, PIECES, PRECISION, SIZE, F, BITS, BF, BB, WIDE
-            )
-            sums += more
-            ones += more_ones
+            sums, ones = key_sums(
+                h, weights, values, sums, ones, 1 if key_weight.dtype.element_ty == tl.bfloat16 else 2,
+                WEIGHTED, PIECES, PRECISION, SIZE, F, BITS, BF, BB, WIDE,
+            )  # fmt: skip
 
 
 @launched
@@ -284,7 +279,7 @@ def causal_gather_grad(
     stretch = tl.program_id(0) % stretches
     batch, head = row // heads, row % heads
     place = (row * (stretches + 1) + stretch) * state_size(SIZE, E, F)
-    sums, ones, total, count = load_running(states + place, SIZE, E, F, BE, BF)
+    sums, ones, total, count = load_state(states + place, SIZE, E, F, BE, BF)
     grad += batch * grad_b + head * grad_h
     v += batch * v_b + head * v_h
     mask += batch * mask_b
@@ -326,11 +321,10 @@ def causal_gather_grad(
             to_sums = tall_product(turned, a, PIECES, PRECISION, WIDE, to_sums)
             to_ones += column_of(tall_sums(turned, e, PIECES, PRECISION, WIDE))
         if STRIDE > 1:
-            more, more_ones = key_sums(
-                h, weights, values, WEIGHTED, PIECES, PRECISION, SIZE, F, BITS, BF, BB, WIDE
-            )
-            sums += more
-            ones += more_ones
+            sums, ones = key_sums(
+                h, weights, values, sums, ones, 1 if key_weight.dtype.element_ty == tl.bfloat16 else 2,
+                WEIGHTED, PIECES, PRECISION, SIZE, F, BITS, BF, BB, WIDE,
+            )  # fmt: skip
     store_state(partial + place, to_sums, to_ones, to_total, to_count, SIZE, E, F, BE, BF)
 
 
@@ -345,7 +339,7 @@ def causal_token_grad(
     STORED: tl.constexpr, ADDED: tl.constexpr,
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr,
+    HASH: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     STRIDE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
@@ -361,10 +355,10 @@ def causal_token_grad(
     batch, head = row // heads, row % heads
     size = state_size(SIZE, E, F)
     place = (row * (stretches + 1) + stretch) * size
-    to_sums, to_ones, to_total, to_count = load_running(partial + place + size, SIZE, E, F, BE, BF)
+    to_sums, to_ones, to_total, to_count = load_state(partial + place + size, SIZE, E, F, BE, BF)
     # Of several blocks, what does not change is loaded before all; of one, where it is used.
     if STRIDE > 1 and QUERIES:
-        sums, ones, _, _ = load_running(states + place, SIZE, E, F, BE, BF)
+        sums, ones, _, _ = load_state(states + place, SIZE, E, F, BE, BF)
     grad += batch * grad_b + head * grad_h
     v += batch * v_b + head * v_h
     mask += batch * mask_b
@@ -376,7 +370,7 @@ def causal_token_grad(
         slope = load_mixing(scales, ratios, head, SLOPE, SIZE, F, BF)
     if STRIDE > 1 and TOKENS and not STORED:
         samples, lengths, middle, mix, scale = load_functions(
-            support, mean, sigma, weight, head, PLANES, D, M, BITS, BD, BM, BB
+            support, mean, sigma, weight, head, HASH, D, M, BITS, BD, BM, BB
         )
     to_mix = tl.zeros((BM, BB), tl.float32)
     to_scales, to_ratios = tl.zeros((BF,), tl.float32), tl.zeros((BF,), tl.float32)
@@ -416,7 +410,7 @@ def causal_token_grad(
             if VALUES:
                 to_values = grad_product(tl.trans(w), a, GRAD_PRECISION) + later
                 if WEIGHTED:
-                    to_values *= load_weights(key_weight, key_weight_n, start, keys, BLOCK)[:, None]
+                    to_values *= load_weights(key_weight, key_weight_n, start, n, BLOCK)[:, None]
                 to_values = tl.where(keys[:, None], to_values, 0.0)
                 store_tile(to_v + row * n * E, to_values, start, n, E, 1, E, BE, BLOCK)
         if (TOKENS or LEVELS) and not KEY_WEIGHT:
@@ -450,7 +444,7 @@ def causal_token_grad(
             if WEIGHTED:
                 to_pairs *= weights[None, :]
             if STRIDE == 1:
-                sums, ones, _, _ = load_running(states + place, SIZE, E, F, BE, BF)
+                sums, ones, _, _ = load_state(states + place, SIZE, E, F, BE, BF)
             as_query = product(to_pairs, f, PIECES, PRECISION) + e[:, None] * ones[None, :]
             as_query += product(tile, tl.trans(sums), PIECES, PRECISION) * inverse[:, None]
             to_features += as_query
@@ -472,20 +466,20 @@ def causal_token_grad(
             tokens = load_tile(x + batch * x_b + head * x_h, start, n, x_n, x_c, D, BD, BLOCK)
             if STRIDE == 1:
                 samples, lengths, middle, mix, scale = load_functions(
-                    support, mean, sigma, weight, head, PLANES, D, M, BITS, BD, BM, BB
+                    support, mean, sigma, weight, head, HASH, D, M, BITS, BD, BM, BB
                 )
             to_tokens, features, to_y = project_back(
-                tokens, to_codes, samples, lengths, middle, mix, scale, PLANES, PRECISION, GRAD_PRECISION
-            )
+                tokens, to_codes, tl.full((BLOCK,), 1.0, tl.float32), samples, lengths, middle, mix, scale,
+                HASH, PRECISION, GRAD_PRECISION, BITS,
+            )  # fmt: skip
             store_tile(to_x + row * n * D, to_tokens, start, n, D, 1, D, BD, BLOCK)
             if WEIGHT:
                 to_mix += dot(features, to_y, PRECISION, None, True)
         if STRIDE > 1 and QUERIES:
-            more, more_ones = key_sums(
-                h, weights, values, WEIGHTED, PIECES, PRECISION, SIZE, F, BITS, BF, BB, WIDE
-            )
-            sums += more
-            ones += more_ones
+            sums, ones = key_sums(
+                h, weights, values, sums, ones, 1 if key_weight.dtype.element_ty == tl.bfloat16 else 2,
+                WEIGHTED, PIECES, PRECISION, SIZE, F, BITS, BF, BB, WIDE,
+            )  # fmt: skip
         if STRIDE > 1 and KEYS:
             turned = turned_features(h_q, False, WIDE, SIZE, F, BITS, BF, BB)
             to_sums = tall_product(turned, a, PIECES, PRECISION, WIDE, to_sums)

@@ -45,6 +45,11 @@ class Config(NamedTuple):
     """In causal order, blocks of a stretch: there is one state for each stretch."""
 
 
+# For codes that are signs of projections, with up to 32 channels and with more: in the order of `STEPS`.
+_NARROW_SIGNS = (Config(32, 1, 4, 7), Config(32, 1, 3, 11), Config(32, 1, 3, 7), Config(32, 1, 4, 7))
+_WIDE_SIGNS = (Config(64, 2, 3, 4), Config(32, 1, 3, 8), Config(32, 2, 3, 4), Config(32, 2, 3, 4))
+
+
 def has_async_products(config: Config) -> bool:
     """Whether products may be compiled to `wgmma`: 64 rows, by a group of four warps.
 
@@ -63,6 +68,7 @@ class Sizes(NamedTuple):
     dim: int
     value_dim: int
     support: int
+    """0 where tokens are projections already."""
     bits: int
     dtype: torch.dtype
     features: int = 0
@@ -72,7 +78,7 @@ class Sizes(NamedTuple):
     def bulk(self) -> int:
         """Bytes that a token takes on the chip, roughly: anything but bf16 is widened there."""
         widths = (self.dim, self.value_dim, self.support, self.features or self.bits)
-        return sum(map(padded, widths)) * (2 if self.dtype == torch.bfloat16 else 4)
+        return sum(padded(width) for width in widths if width) * (2 if self.dtype == torch.bfloat16 else 4)
 
 
 _trials: dict[Step, Config] = {}
@@ -136,10 +142,13 @@ def _grouped(step: Step, sizes: Sizes) -> Config:
     if sizes.bulk > LIGHT_GROUPS:
         config = Config(32, 4, 1, 4) if sizes.bulk <= HEAVY else Config(16, 8, 1, 4)
         config = config._replace(per_sm=ONE_TILE) if step == "token_grad" else config
+    elif not sizes.support:
+        steps = _NARROW_SIGNS if narrow else _WIDE_SIGNS
+        config = steps[STEPS.index(step)]
     elif short and step in ("gather", "gather_grad"):
         config = Config(32, 2, 2 if step == "gather" else 1, 0)
     elif step == "gather":
-        config = Config(32, 2, 3, 5) if narrow else Config(32, 2, 2, 4)
+        config = Config(32, 1, 3, 7) if narrow else Config(32, 2, 2, 4)
     elif step == "read":
         config = Config(32, 1, 1, 8)
     elif step == "gather_grad":
@@ -149,15 +158,16 @@ def _grouped(step: Step, sizes: Sizes) -> Config:
     return config._replace(block=min(config.block, padded(sizes.tokens)))
 
 
-def causal_config(sizes: Sizes) -> Config:
+def causal_config(sizes: Sizes, light: bool = False) -> Config:
     """For kernels in causal order; block and stride decide the shape of what the backward gets.
 
-    A state of groups is four times as large as one of bits, and has a stretch four times as long.
+    A state of groups is four times as large as one of bits, and has a stretch four times as long. `light`:
+    for a kernel that needs few registers, thus one warp.
     """
     if sizes.features:
-        if sizes.bulk <= LIGHT_GROUPS:
-            return Config(32, 2, 1, 0, 8)
-        return Config(32, 4, 1, 0, 8)
+        narrow = max(sizes.dim, sizes.value_dim) <= 32 and sizes.dtype == torch.bfloat16
+        warps = 4 if sizes.bulk > LIGHT_GROUPS else 1 if light and narrow else 2
+        return Config(32, warps, 1, 0, 8)
     if sizes.bulk <= LIGHT:
         return Config(64, 2, 1, 0)
     return Config(32, 4, 1, 0) if sizes.bulk <= HEAVY else Config(16, 8, 1, 0)

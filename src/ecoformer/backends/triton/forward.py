@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Forward kernels without causal order: `gather` sums up keys, `read` reads the sums, `attend` does both."""
+"""Forward kernels without causal order: `gather` sums over keys, `read` reads the sums, `attend` is both."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ecoformer.backends.triton.groups import (
+    add_multiples,
     column_of,
     features_of,
     mix_all,
@@ -17,25 +18,24 @@ from ecoformer.backends.triton.groups import (
 )
 from ecoformer.backends.triton.hashing import (
     NARROWEST,
+    SIGNS,
+    clean_signs,
+    hash_tile,
     launched,
     load_functions,
     load_keys,
     load_packed,
     load_tile,
     load_weights,
-    marks,
-    pack,
+    once,
     product,
-    project,
     reciprocal,
     row_sums,
-    signs_of,
-    store_packed,
     store_tile,
     unpack,
     whole_product,
 )
-from ecoformer.backends.triton.state import load_parts, load_rows, state_size, store_state
+from ecoformer.backends.triton.state import load_parts, load_state, state_size, store_state
 
 
 @triton.jit
@@ -43,17 +43,16 @@ def gather_tiles(
     x, x_n, x_c, v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, codes, first, last, n,
     support, mean, sigma, weight, head,
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr,
+    HASH: tl.constexpr, CODES: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Hash tokens first ... last of a head, store their codes, return the sums of the keys among them."""
+    """Hash tokens first ... last of a head, store their codes if CODES, and sum over the keys."""
     samples, lengths, middle, mix, scale = load_functions(
-        support, mean, sigma, weight, head, PLANES, D, M, BITS, BD, BM, BB
+        support, mean, sigma, weight, head, HASH, D, M, BITS, BD, BM, BB
     )
-    # Sums over tokens stay apart, tile position by tile position, until the end; those of values are taken
-    # by tensor cores, sixteen times over.
+    # Each position of a tile has its own sum until the end; tensor cores sum values, sixteen times over.
     sums = tl.zeros((BF, BE), tl.float32)
     if SIZE == 0:
         ones = tl.zeros((BLOCK, BB), tl.float32)
@@ -62,30 +61,43 @@ def gather_tiles(
         every = tl.full((BLOCK, 16), 1.0, tl.float32).to(tl.bfloat16)
     else:
         ones = tl.zeros((BF, NARROWEST), tl.float32)
+    # The compiler does not load weights ahead: ask for the next tile's.
+    if WEIGHTED:
+        weights = load_weights(key_weight, key_weight_n, first, n, BLOCK)
     for start in range(first, last, BLOCK):
         keys = load_keys(mask, mask_n, start, n, MASKED, BLOCK)
         tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
         values = load_tile(v, start, n, v_n, v_c, E, BE, BLOCK)
+        h, mark = hash_tile(
+            tokens, keys, samples, lengths, middle, mix, scale, codes, start, n,
+            HASH, PRECISION, CODES, BITS, BB, BLOCK,
+        )  # fmt: skip
         if MASKED:
             values = tl.where(keys[:, None], values, 0.0)
+            if HASH == SIGNS:
+                h = clean_signs(h, keys)
+        # Features of bf16 values take the weights, so that values go in as they are.
+        multiples: tl.constexpr = values.dtype == tl.bfloat16 and (SIZE == 1 or SIZE == 2 or SIZE == 4)
         if WEIGHTED:
-            weights = load_weights(key_weight, key_weight_n, start, keys, BLOCK)
-            values = values.to(tl.float32) * weights[:, None]
-        y = project(tokens, samples, lengths, middle, mix, scale, PLANES, PRECISION)
-        store_packed(codes, pack(y, BITS, BB), start, n, BLOCK)
-        h = signs_of(y, BITS, BB)
-        mark = marks(tokens, keys)
-        if WEIGHTED:
-            mark *= weights
+            mark *= tl.where(keys, once(weights), 0.0)
+            if not multiples:
+                values = values.to(tl.float32) * mark[:, None]
+            weights = load_weights(key_weight, key_weight_n, start + BLOCK, n, BLOCK)
         if SIZE == 0:
-            sums += whole_product(h.to(tl.bfloat16), values, PIECES, PRECISION, True)
+            sums += whole_product(h, values, PIECES, PRECISION, True)
             totals += whole_product(every, values, PIECES, PRECISION, True)
-            ones += h * mark[:, None]
+            ones += h.to(tl.float32) * mark[:, None]
             counts += mark
+        elif WEIGHTED and multiples:
+            pieces: tl.constexpr = 1 if key_weight.dtype.element_ty == tl.bfloat16 else 2
+            each = tl.full((BLOCK,), 1.0, tl.float32).to(tl.bfloat16)
+            sums, ones = add_multiples(
+                h, mark, values, each, sums, ones, pieces, 1, WIDE, SIZE, F, BITS, BF, BB
+            )
         else:
             half: tl.constexpr = values.dtype == tl.float16
-            f = turned_features(h.to(tl.bfloat16), half, WIDE, SIZE, F, BITS, BF, BB)
-            sums = tall_product(f, values, PIECES, PRECISION, WIDE, sums)
+            f = turned_features(h, half, WIDE, SIZE, F, BITS, BF, BB)
+            sums = tall_product(f, values, 3 if PIECES == 3 else 2, PRECISION, WIDE, sums)
             if not WEIGHTED:
                 mark = mark.to(f.dtype)
             ones = tall_sums(f, mark, 3, PRECISION, WIDE, ones)
@@ -100,7 +112,7 @@ def load_summed(
     partial, state, parts, keep, floor, head,
     SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """What queries read, added up over `parts` and kept in `state` where `keep`.
+    """What queries read, added up over `parts`, and stored in `state` if `keep`.
 
     With groups of bits `partial` is the table, and the third result the smallest denominator.
     """
@@ -110,34 +122,34 @@ def load_summed(
             store_state(state, sums, ones, total, count, SIZE, E, F, BE, BF)
         return sums, ones, total, count
     else:
-        sums, ones = load_rows(partial, E, F, BE, BF)
-        least, count = smallest(state, floor, head, SIZE, E)
+        sums, ones, _, _ = load_state(partial, SIZE, E, F, BE, BF)
+        least, count = smallest(state, floor, head, SIZE, E, F)
         return sums, ones, least, count
 
 
 @triton.jit
-def denominators(f, ones, total, count, beta, PRECISION: tl.constexpr, SIZE: tl.constexpr):
+def denominators(
+    f, ones, total, count, beta, PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr
+):
     """Denominators of features (BLOCK, BF); with groups of bits at least `total`."""
-    below = row_sums(f, ones, 3, PRECISION)
     if SIZE == 0:
-        below += beta * count
+        return row_sums(f, ones, 3, PRECISION) + beta * count
     else:
-        below = tl.maximum(below, total)
-    return below
+        return tl.maximum(row_sums(f, ones, 3 if PIECES == 3 else 2, PRECISION), total)
 
 
 @triton.jit
 def read_tile(
-    f, sums, ones, total, count, beta, PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr
+    f, sums, ones, total, count, beta, mark, PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr
 ):
-    """What features (BLOCK, BF) read from a state or a table."""
-    below = denominators(f, ones, total, count, beta, PRECISION, SIZE)
+    """What features (BLOCK, BF) read from a state or a table, times `marks`."""
+    below = denominators(f, ones, total, count, beta, PIECES, PRECISION, SIZE)
     if SIZE == 0:
         above = tl.broadcast_to((beta * total)[None, :], (f.shape[0], total.shape[0]))
         above = product(f, sums, PIECES, PRECISION, above)
     else:
         above = product(f, sums, PIECES, PRECISION)
-    return above * reciprocal(tl.where(count == 0, 1.0, below))[:, None]
+    return above * (reciprocal(tl.where(count == 0, 1.0, below)) * mark)[:, None]
 
 
 @triton.jit
@@ -152,7 +164,7 @@ def read_tiles(
     for start in range(first, last, BLOCK):
         f = features_of(unpack(packed, BITS, BB), SIZE, F, BITS, BF, BB)
         packed = load_packed(codes, start + BLOCK, n, BLOCK)
-        tile = read_tile(f, sums, ones, total, count, beta, PIECES, PRECISION, SIZE)
+        tile = read_tile(f, sums, ones, total, count, beta, 1.0, PIECES, PRECISION, SIZE)
         store_tile(out, tile, start, n, out_n, out_c, E, BE, BLOCK)
 
 
@@ -162,7 +174,7 @@ def gather(
     key_weight, key_weight_b, key_weight_h, key_weight_n, codes, partial,
     support, mean, sigma, weight, n, heads, parts, span,
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr,
+    HASH: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
@@ -176,7 +188,7 @@ def gather(
         x + batch * x_b + head * x_h, x_n, x_c, v + batch * v_b + head * v_h, v_n, v_c,
         mask + batch * mask_b, mask_n, key_weight + batch * key_weight_b + head * key_weight_h, key_weight_n,
         codes + row * n, first, tl.minimum(first + span, n), n, support, mean, sigma, weight, head,
-        MASKED, WEIGHTED, PIECES, PRECISION, PLANES, SIZE,
+        MASKED, WEIGHTED, PIECES, PRECISION, HASH, HASH != SIGNS, SIZE,
         D, E, F, M, BITS, BD, BE, BF, BM, BB, BLOCK, WIDE,
     )  # fmt: skip
     partial += (row * parts + part) * state_size(SIZE, E, F)
@@ -191,7 +203,7 @@ def read(
     E: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr,
     BE: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program adds up its head's state and reads it for a stretch of tokens; the first one keeps it."""
+    """One program adds up its head's state and reads it for a stretch of tokens; the first one stores it."""
     row = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     batch, head = row // heads, row % heads
@@ -213,12 +225,12 @@ def hash_and_read(
     x, x_b, x_h, x_n, x_c, codes, partial, state, out, out_b, out_h, out_n, out_c,
     support, mean, sigma, weight, floor, n, heads, state_parts, parts, span, beta,
     PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr,
+    HASH: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`read` for queries whose codes are not those of keys, and do not exist yet."""
+    """`read` for queries with codes of their own, which it computes."""
     row = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     batch, head = row // heads, row % heads
@@ -228,18 +240,21 @@ def hash_and_read(
         floor, head, SIZE, E, F, BE, BF,
     )  # fmt: skip
     samples, lengths, middle, mix, scale = load_functions(
-        support, mean, sigma, weight, head, PLANES, D, M, BITS, BD, BM, BB
+        support, mean, sigma, weight, head, HASH, D, M, BITS, BD, BM, BB
     )
     x += batch * x_b + head * x_h
     out += batch * out_b + head * out_h
     first = part * span
     for start in range(first, tl.minimum(first + span, n), BLOCK):
         tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
-        y = project(tokens, samples, lengths, middle, mix, scale, PLANES, PRECISION)
-        store_packed(codes + row * n, pack(y, BITS, BB), start, n, BLOCK)
-        f = features_of(signs_of(y, BITS, BB).to(tl.bfloat16), SIZE, F, BITS, BF, BB)
-        tile = read_tile(f, sums, ones, total, count, beta, PIECES, PRECISION, SIZE)
-        tile *= marks(tokens, start + tl.arange(0, BLOCK) < n)[:, None]
+        h, mark = hash_tile(
+            tokens, start + tl.arange(0, BLOCK) < n, samples, lengths, middle, mix, scale,
+            codes + row * n, start, n, HASH, PRECISION, HASH != SIGNS, BITS, BB, BLOCK,
+        )  # fmt: skip
+        f = features_of(h, SIZE, F, BITS, BF, BB)
+        if HASH == SIGNS:
+            mark = 1.0
+        tile = read_tile(f, sums, ones, total, count, beta, mark, PIECES, PRECISION, SIZE)
         store_tile(out, tile, start, n, out_n, out_c, E, BE, BLOCK)
 
 
@@ -249,28 +264,28 @@ def attend(
     key_weight, key_weight_b, key_weight_h, key_weight_n, codes, state, table,
     out, out_b, out_h, out_n, out_c, support, mean, sigma, weight, scales, ratios, floor, n, heads, beta,
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    PLANES: tl.constexpr, SIZE: tl.constexpr,
+    HASH: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One program does one head from tokens to output: short sequences in a single launch."""
+    """One program computes one head from tokens to output: short sequences in a single launch."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // heads, row % heads
     sums, ones, total, count = gather_tiles(
         x + batch * x_b + head * x_h, x_n, x_c, v + batch * v_b + head * v_h, v_n, v_c,
         mask + batch * mask_b, mask_n, key_weight + batch * key_weight_b + head * key_weight_h, key_weight_n,
         codes + row * n, 0, n, n, support, mean, sigma, weight, head,
-        MASKED, WEIGHTED, PIECES, PRECISION, PLANES, SIZE,
+        MASKED, WEIGHTED, PIECES, PRECISION, HASH, HASH != SIGNS, SIZE,
         D, E, F, M, BITS, BD, BE, BF, BM, BB, BLOCK, WIDE,
     )  # fmt: skip
     state += row * state_size(SIZE, E, F)
     store_state(state, sums, ones, total, count, SIZE, E, F, BE, BF)
-    # Codes and buckets go through memory to the threads that read them.
+    # Other threads read the codes and buckets.
     tl.debug_barrier()
     if SIZE > 0:
         table += row * state_size(SIZE, E, F)
-        mix_all(state, table, table, scales, ratios, head, True, False, SIZE, E, F, BF)
+        mix_all(state, table, table, state, table, table, scales, ratios, head, False, False, SIZE, E, F, BE)
         tl.debug_barrier()
         sums, ones, total, count = load_summed(table, state, 1, False, floor, head, SIZE, E, F, BE, BF)
     read_tiles(

@@ -2,11 +2,9 @@
 """Features of a code, and the affinity of groups of bits: see `ecoformer.affinity`.
 
 SIZE is the number of bits of a group. 0 stands for the paper's affinity, whose F features are the bits
-themselves as ±1. Otherwise there is a feature for each of the 2^SIZE values of every group: 1 for the value
-that a code has, 0 for the others. A state then has F rows, the *buckets*, and queries read the *table*, the
-buckets mixed by scale * ratio^(number of differing bits).
-
-BF is F rounded up to a power of two of at least 16. Mixing stays within a group, thus within BS rows.
+themselves as ±1. Otherwise each of the 2^SIZE values of every group has a feature: 1 for the value in the
+code, 0 for the others. The F rows of a state are then *buckets*, and queries read the *table*: the buckets
+mixed by scale * ratio^(number of differing bits). Mixing stays within a group, thus within BS rows.
 """
 
 from __future__ import annotations
@@ -22,25 +20,35 @@ from ecoformer.backends.triton.hashing import (
     load_packed,
     plain_dot,
     product,
+    reciprocal,
     unpack,
 )
+from ecoformer.backends.triton.state import state_size
 
 MIX, WALSH, SLOPE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def positive_part(x, HALF: tl.constexpr):
-    """max(x, 0) in bf16, or in fp16 if HALF: one instruction for two numbers."""
+def ramp(x, offset, HALF: tl.constexpr):
+    """max(x / 2 + offset, 0) in bf16, or in fp16 if HALF, where offset is of that dtype: exact features."""
     if INTERPRETED:
-        result = tl.maximum(x, 0.0).to(tl.float16 if HALF else tl.bfloat16)
+        result = tl.maximum(x * 0.5 + offset.to(tl.float32), 0.0).to(tl.float16 if HALF else tl.bfloat16)
     elif HALF:
         result = tl.inline_asm_elementwise(
-            "cvt.rn.relu.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.float16, is_pure=True, pack=2
-        )
+            """{ .reg .b32 a, b;
+            mov.b32 b, 0x38003800;
+            cvt.rn.f16x2.f32 a, $2, $1;
+            fma.rn.relu.f16x2 $0, a, b, $3; }""",
+            "=r,f,f,r", [x, offset], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         result = tl.inline_asm_elementwise(
-            "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
+            """{ .reg .b32 a, b;
+            mov.b32 b, 0x3f003f00;
+            cvt.rn.bf16x2.f32 a, $2, $1;
+            fma.rn.relu.bf16x2 $0, a, b, $3; }""",
+            "=r,f,f,r", [x, offset], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
     return result
 
 
@@ -62,11 +70,10 @@ def features_of(
     A product counts the bits of a group that agree with a value, less those that do not: SIZE if all do.
     """
     if SIZE == 0:
-        features = h
+        return h
     else:
-        missing = tl.full((h.shape[0], BF), 1.0 - SIZE, tl.float32)
-        features = positive_part(plain_dot(h, patterns(SIZE, F, BITS, BF, BB), "ieee", missing), False)
-    return features
+        offset = tl.full((1, 1), 1.0 - 0.5 * SIZE, tl.float32).to(tl.bfloat16)
+        return ramp(plain_dot(h, patterns(SIZE, F, BITS, BF, BB), "ieee"), offset, False)
 
 
 @triton.jit
@@ -75,9 +82,9 @@ def turned_features(
     SIZE: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
     """The same (BF, BLOCK) for groups of bits, in fp16 if HALF. WIDE: see `tall_product`."""
-    missing = tl.full((BF, h.shape[0]), 1.0 - SIZE, tl.float32)
+    offset = tl.full((1, 1), 1.0 - 0.5 * SIZE, tl.float32).to(tl.float16 if HALF else tl.bfloat16)
     turned = tl.trans(patterns(SIZE, F, BITS, BF, BB))
-    return positive_part(tall_product(turned, tl.trans(h), 1, "ieee", WIDE, missing), HALF)
+    return ramp(tall_product(turned, tl.trans(h), 1, "ieee", WIDE), offset, HALF)
 
 
 @triton.jit
@@ -85,11 +92,45 @@ def turned_multiples(
     h, factors, WIDE: tl.constexpr,
     SIZE: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
-    """The same in bf16, times `factors` (BLOCK,), which are exact in bf16 and not negative."""
-    missing = tl.broadcast_to(((1.0 - SIZE) * factors)[None, :], (BF, h.shape[0]))
+    """The same in bf16, times `factors` (BLOCK,), which are exact in bf16 and not negative.
+
+    SIZE times a factor must be exact in bf16 too, so SIZE is 1, 2 or 4.
+    """
+    offset = ((1.0 - 0.5 * SIZE) * factors).to(tl.bfloat16)[None, :]
     turned = tl.trans(patterns(SIZE, F, BITS, BF, BB))
-    multiples = (h.to(tl.float32) * factors[:, None]).to(tl.bfloat16)
-    return positive_part(tall_product(turned, tl.trans(multiples), 1, "ieee", WIDE, missing), False)
+    if INTERPRETED:  # which has no bf16 arithmetic
+        multiples = (h.to(tl.float32) * factors[:, None]).to(tl.bfloat16)
+    else:
+        multiples = h * factors.to(tl.bfloat16)[:, None]
+    return ramp(tall_product(turned, tl.trans(multiples), 1, "ieee", WIDE), offset, False)
+
+
+@triton.jit
+def add_multiples(
+    h, factors, b, column, sums, columns,
+    PIECES: tl.constexpr, COLUMN_PIECES: tl.constexpr, WIDE: tl.constexpr,
+    SIZE: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
+    """Sums of features times `factors` times b (BLOCK, BE) in bf16, and the same with `column` (BLOCK,).
+
+    Factors are not negative, and go in with the features as one or two PIECES, bf16 numbers. See `tall_sums`
+    for columns.
+    """
+    high = factors.to(tl.bfloat16).to(tl.float32)
+    if PIECES == 2:  # cut, so that the rest is not negative
+        high = (factors.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    turned = turned_multiples(h, high, WIDE, SIZE, F, BITS, BF, BB)
+    sums = tall_product(turned, b, 1, "ieee", WIDE, sums)
+    columns = tall_sums(turned, column, COLUMN_PIECES, "ieee", WIDE, columns)
+    if PIECES == 2:
+        rest = ((factors - high) * reciprocal(tl.where(high == 0, 1.0, high)))[None, :]
+        if INTERPRETED:
+            turned = (turned.to(tl.float32) * rest).to(tl.bfloat16)
+        else:
+            turned = turned * rest.to(tl.bfloat16)
+        sums = tall_product(turned, b, 1, "ieee", WIDE, sums)
+        columns = tall_sums(turned, column, 1, "ieee", WIDE, columns)
+    return sums, columns
 
 
 @triton.jit
@@ -98,7 +139,7 @@ def load_features(
     SIZE: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile as ±1 in bf16, and their features."""
+    """Stored codes of a tile as ±1 in bf16, and their features."""
     h = unpack(load_packed(codes, start, n, BLOCK), BITS, BB)
     return h, features_of(h, SIZE, F, BITS, BF, BB)
 
@@ -141,7 +182,7 @@ def mixing(
     """scale * ratio^(differing bits) for pairs of a group's values, rows first ... first + BS: (BS, BS).
 
     KIND WALSH: row S gives the coefficient of the product of the bits in S instead of what the value S reads,
-    with the sign that `to_bits` expects: turned around for two or three bits, and for six or seven.
+    with the sign that `to_bits` expects: reversed for two or three bits, and for six or seven.
     KIND SLOPE: the derivative by ratio.
     """
     row = first + tl.arange(0, BS)
@@ -171,86 +212,186 @@ def mixing(
 
 
 @triton.jit
-def mix_rows(
-    partial, parts, state, mixed, walsh, scales, ratios, head, first, column,
-    KEEP: tl.constexpr, MIXED: tl.constexpr, WALSHED: tl.constexpr,
+def load_block(
+    base, parts, first, column, SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
+    BS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """BS rows and COLUMNS columns of a state, and the rows' ones (BS,), added up over `parts` states.
+
+    PARTS states are loaded at a time.
+    """
+    rows, columns = first + tl.arange(0, BS), column + tl.arange(0, COLUMNS)
+    places = rows[:, None] * E + columns[None, :]
+    inside = (rows < F)[:, None] & (columns < E)[None, :]
+    if PARTS == 1:
+        sums = tl.load(base + places, mask=inside, other=0.0)
+        ones = tl.load(base + F * E + rows, mask=rows < F, other=0.0)
+    else:
+        sums, ones = tl.zeros((BS, COLUMNS), tl.float32), tl.zeros((BS,), tl.float32)
+        for start in range(0, parts, PARTS):
+            part = start + tl.arange(0, PARTS)
+            exists = part < parts
+            offsets = part * state_size(SIZE, E, F)
+            found = tl.load(
+                base + offsets[:, None, None] + places[None, :, :],
+                mask=exists[:, None, None] & inside[None, :, :],
+                other=0.0,
+            )
+            sums += tl.sum(found, axis=0)
+            found = tl.load(
+                base + offsets[:, None] + (F * E + rows)[None, :],
+                mask=exists[:, None] & (rows < F)[None, :],
+                other=0.0,
+            )
+            ones += tl.sum(found, axis=0)
+    return sums, ones
+
+
+@triton.jit
+def store_block(
+    base, sums, ones, first, column, E: tl.constexpr, F: tl.constexpr, BS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Store BS rows and COLUMNS columns of a state; the ones with the first columns."""
+    rows, columns = first + tl.arange(0, BS), column + tl.arange(0, COLUMNS)
+    inside = (rows < F)[:, None] & (columns < E)[None, :]
+    tl.store(base + rows[:, None] * E + columns[None, :], sums, mask=inside)
+    tl.store(base + F * E + rows, ones, mask=(rows < F) & (column == 0))
+
+
+@triton.jit
+def apply(matrix, sums, ones):
+    """A matrix (BS, BS) times rows (BS, COLUMNS) of a state and their ones (BS,)."""
+    PRECISION: tl.constexpr = "ieee" if matrix.shape[0] > 16 else "tf32x3"
+    return dot(matrix, sums, PRECISION), tl.sum(matrix * ones[None, :], axis=1)
+
+
+@triton.jit
+def mix_block(
+    partial, parts, keep, table, walsh, other, other_walsh, to_levels, scales, ratios, head, first, column,
+    KEEP: tl.constexpr, WALSHED: tl.constexpr, LEVELS: tl.constexpr,
     SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
     BS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Add up `parts` of rows first ... first + BS and COLUMNS columns of buckets, and mix them.
-
-    Stores the sum if KEEP, what it gives mixed if MIXED, and coefficients of that if WALSHED.
-    """
-    rows, columns = first + tl.arange(0, BS)[:, None], column + tl.arange(0, COLUMNS)[None, :]
-    inside, places = (rows < F) & (columns <= E), rows * (E + 1) + columns
-    if PARTS == 1:
-        total = tl.load(partial + places, mask=inside, other=0.0)
-    else:
-        total = tl.zeros((BS, COLUMNS), tl.float32)
-        for start in range(0, parts, PARTS):
-            part = start + tl.arange(0, PARTS)[:, None, None]
-            found = (part < parts) & inside[None, :, :]
-            total += tl.sum(
-                tl.load(partial + part * (F * (E + 1)) + places[None, :, :], mask=found, other=0.0), axis=0
-            )
+    """Add up `parts` states and mix BS rows and COLUMNS columns of the sum: see `mix_parts`."""
+    sums, ones = load_block(partial, parts, first, column, SIZE, E, F, BS, COLUMNS, PARTS)
     if KEEP:
-        tl.store(state + places, total, mask=inside)
-    if MIXED:
-        matrix = mixing(scales, ratios, head, first, MIX, SIZE, F, BS)
-        tl.store(mixed + places, dot(matrix, total, "ieee"), mask=inside)
+        store_block(keep, sums, ones, first, column, E, F, BS, COLUMNS)
+    matrix = mixing(scales, ratios, head, first, MIX, SIZE, F, BS)
+    above, below = apply(matrix, sums, ones)
+    store_block(table, above, below, first, column, E, F, BS, COLUMNS)
+    if LEVELS:
+        other_sums, other_ones = load_block(other, 1, first, column, SIZE, E, F, BS, COLUMNS, 1)
+        rows = first + tl.arange(0, BS)
+        for kind in tl.static_range(2):
+            if kind == 1:
+                matrix = mixing(scales, ratios, head, first, SLOPE, SIZE, F, BS)
+            above, below = apply(matrix, other_sums, other_ones)
+            terms = tl.sum(sums * above, axis=1) + tl.where(column == 0, ones * below, 0.0)
+            tl.store(to_levels + kind * F + rows, terms, mask=rows < F)
     if WALSHED:
         matrix = mixing(scales, ratios, head, first, WALSH, SIZE, F, BS)
-        tl.store(walsh + places, dot(matrix, total, "ieee"), mask=inside)
+        above, below = apply(matrix, sums, ones)
+        store_block(walsh, above, below, first, column, E, F, BS, COLUMNS)
+        sums, ones = load_block(other, 1, first, column, SIZE, E, F, BS, COLUMNS, 1)
+        above, below = apply(matrix, sums, ones)
+        store_block(other_walsh, above, below, first, column, E, F, BS, COLUMNS)
 
 
 @triton.jit
 def mix_all(
-    base, mixed, walsh, scales, ratios, head, MIXED: tl.constexpr, WALSHED: tl.constexpr,
-    SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BF: tl.constexpr,
+    partial, table, walsh, other, other_walsh, to_levels, scales, ratios, head,
+    WALSHED: tl.constexpr, LEVELS: tl.constexpr,
+    SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Mix the buckets of a head, by one program."""
+    """`mix_parts` for one state by one program."""
     BS: tl.constexpr = 16 if SIZE < 4 else 1 << SIZE
     for first in range(0, F, BS):
-        for column in range(0, E + 1, 16):
-            mix_rows(
-                base, 1, base, mixed, walsh, scales, ratios, head, first, column,
-                False, MIXED, WALSHED, SIZE, E, F, BS, 16, 1,
-            )  # fmt: skip
+        mix_block(
+            partial, 1, partial, table, walsh, other, other_walsh, to_levels, scales, ratios, head, first, 0,
+            False, WALSHED, LEVELS, SIZE, E, F, BS, BE, 1,
+        )  # fmt: skip
 
 
 @launched
 def mix_parts(
-    partial, state, mixed, walsh, other, other_walsh, scales, ratios, heads, parts,
-    KEEP: tl.constexpr, WALSHED: tl.constexpr, OTHER: tl.constexpr,
-    SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr,
+    partial, keep, table, walsh, other, other_walsh, to_levels, scales, ratios, heads, parts,
+    KEEP: tl.constexpr, WALSHED: tl.constexpr, LEVELS: tl.constexpr,
+    SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
+    BS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program adds up and mixes BS rows and 16 columns of a head; OTHER: of `other` the coefficients."""
-    stretches = tl.cdiv(E + 1, 16)
+    """Add up `parts` states and mix the sum: one program for BS rows and COLUMNS columns of a head.
+
+    KEEP stores the sum. WALSHED stores coefficients of products of bits for `to_bits`, of the sum and of the
+    state `other`. LEVELS stores terms of the gradients of scale and ratio, (2, F) for each COLUMNS columns:
+    then the sum is the table's gradient, and `other` the buckets.
+    """
+    stretches = tl.cdiv(E, COLUMNS)
     blocks = tl.cdiv(F, BS)
     row = (tl.program_id(0) // (stretches * blocks)).to(tl.int64)
     first = tl.program_id(0) // stretches % blocks * BS
-    column = tl.program_id(0) % stretches * 16
-    place = row * (F * (E + 1))
-    head = row % heads
-    mix_rows(
-        partial + place * parts, parts, state + place, mixed + place, walsh + place,
-        scales, ratios, head, first, column, KEEP, True, WALSHED, SIZE, E, F, BS, 16, PARTS,
+    stretch = tl.program_id(0) % stretches
+    place = row * state_size(SIZE, E, F)
+    mix_block(
+        partial + place * parts, parts, keep + place, table + place, walsh + place,
+        other + place, other_walsh + place, to_levels + (row * stretches + stretch) * (2 * F),
+        scales, ratios, row % heads, first, stretch * COLUMNS,
+        KEEP, WALSHED, LEVELS, SIZE, E, F, BS, COLUMNS, PARTS,
     )  # fmt: skip
-    if OTHER:
-        mix_rows(
-            other + place, 1, other, other, other_walsh + place,
-            scales, ratios, head, first, column, False, False, True, SIZE, E, F, BS, 16, 1,
-        )  # fmt: skip
+
+
+@launched
+def sum_levels(
+    terms, scales, to_scale, to_ratio, heads, parts, stretches,
+    SIZE: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of scale and ratio (H, G) from their terms (parts / stretches, heads, stretches, 2, F).
+
+    One program for each head and group.
+    """
+    groups: tl.constexpr = F >> SIZE
+    head, group = tl.program_id(0) // groups, tl.program_id(0) % groups
+    feature = tl.arange(0, BS)
+    exists = feature < (1 << SIZE)
+    first, second = tl.zeros((ROWS, BS), tl.float64), tl.zeros((ROWS, BS), tl.float64)
+    for start in range(0, parts, ROWS):
+        part = start + tl.arange(0, ROWS)
+        found = (part < parts)[:, None] & exists[None, :]
+        row = ((part // stretches).to(tl.int64) * heads + head) * stretches + part % stretches
+        places = terms + row[:, None] * (2 * F)
+        places += (group << SIZE) + feature[None, :]
+        first += tl.load(places, mask=found, other=0.0)
+        second += tl.load(places + F, mask=found, other=0.0)
+    place = head * groups + group
+    total = tl.sum(tl.sum(first, axis=1), axis=0) / tl.load(scales + place)
+    tl.store(to_scale + place, total.to(tl.float32))
+    tl.store(to_ratio + place, tl.sum(tl.sum(second, axis=1), axis=0).to(tl.float32))
 
 
 @triton.jit
-def smallest(base, floor, head, SIZE: tl.constexpr, E: tl.constexpr):
+def smallest(base, floor, head, SIZE: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
     """The smallest denominator of a head, and the sum of its keys' weights, from buckets.
 
     Every key is in one bucket of the first group.
     """
-    count = tl.sum(tl.load(base + tl.arange(0, 1 << SIZE) * (E + 1) + E), axis=0)
+    count = tl.sum(tl.load(base + F * E + tl.arange(0, 1 << SIZE)), axis=0)
     return tl.load(floor + head) * count, count
+
+
+@triton.jit
+def signed_pairs(x, counts):
+    """x in bf16, negative where bit 7 of `counts` is set."""
+    if INTERPRETED:
+        sign = (counts.to(tl.int32, bitcast=True) << 24) & -2147483648
+        result = (x.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True).to(tl.bfloat16)
+    else:
+        result = tl.inline_asm_elementwise(
+            """{ .reg .b32 a, b;
+            cvt.rn.bf16x2.f32 a, $2, $1;
+            prmt.b32 b, $3, $4, 0x4400;
+            lop3.b32 $0, a, b, 0x80008000, 0x78; }""",
+            "=r,f,f,f,f", [x, counts], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    return result
 
 
 @triton.jit
@@ -258,17 +399,19 @@ def to_bits(
     to_features, h, PIECES: tl.constexpr, PRECISION: tl.constexpr,
     SIZE: tl.constexpr, F: tl.constexpr, BF: tl.constexpr, BITS: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the bits (BLOCK, BB), half the difference between a bit's two values.
+    """Gradient of the bits (BLOCK, BB): half the difference between a bit's two values.
 
     `to_features` are coefficients of products of bits, as `mixing` of KIND WALSH makes them. The derivative
-    by a bit is the sum of those terms that contain it, times the bit.
+    by a bit is the sum of the terms that contain it, times the bit.
     """
-    members = tl.where(patterns(SIZE, F, BITS, BF, BB).to(tl.float32) > 0, 1.0, 0.0)
-    # The product of a subset's bits is negative where an odd number of them is -1. Their sum shows that by
-    # its second bit, up to a sign that `mixing` has put into the coefficients. On top of 1.5 * 2^16 that is
-    # bit 8 of the fp32 number.
-    counts = tl.full(to_features.shape, 98304.0, tl.float32)
-    counts = plain_dot(h, members.to(tl.bfloat16), "ieee", counts)
-    sign = (counts.to(tl.int32, bitcast=True) << 23) & -2147483648
-    terms = (to_features.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
-    return product(terms, tl.trans(members.to(tl.bfloat16)), PIECES, PRECISION) * h.to(tl.float32)
+    members = tl.where(patterns(SIZE, F, BITS, BF, BB).to(tl.float32) > 0, 1.0, 0.0).to(tl.bfloat16)
+    # The product of a subset's bits is negative where an odd number of them is -1. The second bit of their
+    # sum tells, up to a sign that `mixing` has put into the coefficients. Added to 1.5 * 2^17 that is bit 7
+    # of the fp32 number.
+    counts = plain_dot(h, members, "ieee", tl.full(to_features.shape, 196608.0, tl.float32))
+    if PIECES == 1:
+        terms = signed_pairs(to_features, counts)
+    else:
+        sign = (counts.to(tl.int32, bitcast=True) << 24) & -2147483648
+        terms = (to_features.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+    return product(terms, tl.trans(members), PIECES, PRECISION) * h.to(tl.float32)

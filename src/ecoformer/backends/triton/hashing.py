@@ -1,11 +1,12 @@
 # mypy: ignore-errors
-"""Pieces of the kernels: exact products on tensor cores, tiles, codes, and the hash functions both ways.
+"""Building blocks of the kernels: exact products on tensor cores, tiles, codes, hash functions.
 
 Functions under `triton.jit` are not Python to a type checker, so this file is not checked.
 
-Names of compile-time sizes: D channels of a token, E channels of a value, M support samples, BITS bits of a
-code, F features of a code (`groups.py`); BD, BE, BM, BB, BF are the same rounded up to powers of two of at
-least 16; BLOCK tokens of a tile. PLANES: hash functions are hyperplanes, and M is D.
+Compile-time sizes: D channels of a token, E channels of a value, M support samples, BITS bits of a code,
+F features of a code (`groups.py`); BD, BE, BM, BB, BF are the same rounded up to powers of two of at least
+16; BLOCK tokens of a tile. HASH is the kind of hash functions: KERNEL, PLANES (hyperplanes, M is D), or SIGNS
+(tokens are projections already, D is BITS).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 NARROWEST = tl.constexpr(8 if VERSION >= (3, 5) else 16)
 """Columns that a product must have."""
 LOG2E = tl.constexpr(1.4426950408889634)
+KERNEL, PLANES, SIGNS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 COUNTS = ("heads", "parts", "state_parts", "grad_parts", "stretches", "steps")
 launched = partial(triton.jit, do_not_specialize=COUNTS)
 """What is launched. Triton would compile anew for a count that is one or that 16 divides: for a sequence that
@@ -228,11 +230,22 @@ def load_keys(mask_base, stride_mask, start, n, MASKED: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def load_weights(base, stride, start, keys, BLOCK: tl.constexpr):
-    """Weights of a tile's keys (BLOCK,), zero for other tokens."""
-    return tl.load(base + far(start) * stride + tl.arange(0, BLOCK) * stride, mask=keys, other=0.0).to(
-        tl.float32
-    )
+def load_weights(base, stride, start, n, BLOCK: tl.constexpr):
+    """Weights of a tile's tokens (BLOCK,) in fp32, zero beyond the last token."""
+    rows = tl.arange(0, BLOCK)
+    found = tl.load(base + far(start) * stride + rows * stride, mask=start + rows < n, other=0.0)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def once(x):
+    """x. The compiler would rather load or compute narrow tensors again in each layout than convert them."""
+    if INTERPRETED:
+        return x
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -285,8 +298,43 @@ def signs_of(y, BITS: tl.constexpr, BB: tl.constexpr):
 
 
 @triton.jit
+def exact_signs(y, BITS: tl.constexpr, BB: tl.constexpr):
+    """The same in bf16 of projections y that were loaded, where NaN stays NaN."""
+    if INTERPRETED or y.dtype != tl.bfloat16:
+        signs = tl.where(y >= 0, 1.0, tl.where(y < 0, -1.0, float("nan"))).to(tl.bfloat16)
+    else:
+        # y + 0 has the sign of y, and + for -0; 1 + 0 * min(|y|, 1) is 1, or NaN for NaN.
+        signs = tl.inline_asm_elementwise(
+            """{ .reg .b32 a, b, c, d;
+            mov.b32 c, 0x3f803f80;
+            mov.b32 d, 0;
+            fma.rn.bf16x2 a, $1, c, d;
+            abs.bf16x2 b, a;
+            min.NaN.bf16x2 b, b, c;
+            fma.rn.bf16x2 b, b, d, c;
+            lop3.b32 $0, a, 0x80008000, b, 0xea; }""",
+            "=r,r", [y], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    if BITS < BB:
+        signs = tl.where((tl.arange(0, BB) < BITS)[None, :], signs.to(tl.float32), 0.0).to(tl.bfloat16)
+    return signs
+
+
+@triton.jit
+def clean_signs(signs, keys):
+    """The same without NaN for tokens that are not keys."""
+    return tl.where(keys[:, None], signs.to(tl.float32), 1.0).to(tl.bfloat16)
+
+
+@triton.jit
+def load_signs(base, start, n, stride_n, stride_c, BITS: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr):
+    """Codes ±1 in bf16 of a tile of projections."""
+    return exact_signs(load_tile(base, start, n, stride_n, stride_c, BITS, BB, BLOCK), BITS, BB)
+
+
+@triton.jit
 def marks(tokens, keys):
-    """One for keys (BLOCK,), zero for other tokens, NaN for a key that holds what is no number."""
+    """1 for keys (BLOCK,), 0 for other tokens, NaN for keys that hold NaN or infinity."""
     wide = tokens.to(tl.float32)
     return tl.where(keys, 1.0 + 0.0 * tl.sum(wide * wide, axis=1), 0.0)
 
@@ -294,21 +342,21 @@ def marks(tokens, keys):
 @triton.jit
 def load_functions(
     support, mean, sigma, weight, head,
-    PLANES: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
+    HASH: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
     """A head's support (BD, BM), its squared lengths, mean, weight (BM, BB), and -log2(e) / (2 sigma).
 
-    Weights beyond M are zero, so that what the kernel gives there does not count. PLANES have a weight only,
-    and M is D.
+    Weights beyond M are zero, so the kernel's values there do not count. PLANES have a weight only, SIGNS
+    nothing.
     """
-    channel, sample, bit = tl.arange(0, BD), tl.arange(0, BM), tl.arange(0, BB)
-    exists = sample < M
-    places = weight + head * M * BITS + sample[:, None] * BITS + bit[None, :]
-    mix = tl.load(places, mask=exists[:, None] & (bit < BITS)[None, :], other=0.0)
-    if PLANES:
-        samples, lengths, middle, scale = mix, 0.0, 0.0, 0.0
-    else:
+    samples, lengths, middle, mix, scale = 0.0, 0.0, 0.0, 0.0, 0.0
+    if HASH != SIGNS:
+        channel, sample, bit = tl.arange(0, BD), tl.arange(0, BM), tl.arange(0, BB)
+        exists = sample < M
+        places = weight + head * M * BITS + sample[:, None] * BITS + bit[None, :]
+        mix = tl.load(places, mask=exists[:, None] & (bit < BITS)[None, :], other=0.0)
+    if HASH == KERNEL:
         places = support + head * M * D + sample[None, :] * D + channel[:, None]
         samples = tl.load(places, mask=exists[None, :] & (channel < D)[:, None], other=0.0)
         middle = tl.load(mean + head * M + sample, mask=exists, other=0.0)
@@ -318,65 +366,87 @@ def load_functions(
 
 
 @triton.jit
-def kernel_of(x, samples, lengths, scale, PRECISION: tl.constexpr):
-    """Gaussian kernel (BLOCK, BM) of tokens and support samples, and one over the tokens' lengths.
+def token_features(x, samples, lengths, middle, scale, HASH: tl.constexpr, PRECISION: tl.constexpr):
+    """What the weight of hash functions multiplies (BLOCK, BM), the Gaussian kernel, and 1 / |x|.
 
-    Tokens enter the product as they were loaded, and the length divides its result.
+    For hyperplanes these are tokens of unit length. The kernel takes tokens as they were loaded, and the
+    length divides the product.
     """
     wide = x.to(tl.float32)
     square = tl.sum(wide * wide, axis=1)
     inverse = tl.rsqrt(tl.where(square == 0, 1.0, square))
-    products = unit_product(x, samples, PRECISION)
-    exponent = products * (-2.0 * scale * inverse)[:, None] + (scale + scale * lengths)[None, :]
-    # The exponent takes tokens for unit vectors. Zero vectors get their share back (against a support sample
-    # of length zero too, down to sigma = 0.0057). A length whose square overflows gives NaN: inf * 0.
-    back = tl.where(square == 0, power(tl.minimum(-scale, 126.0)), square * inverse * inverse)
-    return power(exponent) * back[:, None], inverse
-
-
-@triton.jit
-def unit_tokens(x):
-    """Tokens of length one in fp32, and one over their lengths."""
-    wide = x.to(tl.float32)
-    square = tl.sum(wide * wide, axis=1)
-    inverse = tl.rsqrt(tl.where(square == 0, 1.0, square))
-    return wide * inverse[:, None], inverse
-
-
-@triton.jit
-def project(x, samples, lengths, middle, mix, scale, PLANES: tl.constexpr, PRECISION: tl.constexpr):
-    """Real numbers (BLOCK, BB) whose signs are the codes, in units of the largest weight."""
-    if PLANES:
-        features, _ = unit_tokens(x)
+    if HASH == PLANES:
+        return wide * inverse[:, None], 0.0, inverse
     else:
-        kernel, _ = kernel_of(x, samples, lengths, scale, PRECISION)
-        features = kernel - middle[None, :]
+        products = unit_product(x, samples, PRECISION)
+        exponent = products * (-2.0 * scale * inverse)[:, None] + (scale + scale * lengths)[None, :]
+        # The exponent assumes unit vectors. Zero vectors get their share back (against a support sample of
+        # length zero too, down to sigma = 0.0057). A length whose square overflows gives NaN: inf * 0.
+        back = tl.where(square == 0, power(tl.minimum(-scale, 126.0)), square * inverse * inverse)
+        kernel = power(exponent) * back[:, None]
+        return kernel - middle[None, :], kernel, inverse
+
+
+@triton.jit
+def project(x, samples, lengths, middle, mix, scale, HASH: tl.constexpr, PRECISION: tl.constexpr):
+    """Real numbers (BLOCK, BB) whose signs are the codes, divided by the largest weight."""
+    features, _, _ = token_features(x, samples, lengths, middle, scale, HASH, PRECISION)
     y, _ = weigh(features, mix)
     return y
 
 
 @triton.jit
-def project_back(
-    x, to_codes, samples, lengths, middle, mix, scale,
-    PLANES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
+def hash_tile(
+    tokens, keys, samples, lengths, middle, mix, scale, codes, start, n,
+    HASH: tl.constexpr, PRECISION: tl.constexpr, CODES: tl.constexpr,
+    BITS: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of tokens from that of their codes; also the features and the gradient of the projection.
+    """Codes of tokens as ±1 in bf16, stored as integers if CODES, and `marks`.
 
-    The gradient passes the sign where the projection is at most one. The part of it that lies along the
-    token is lost, as its length does not count; so the derivative of |x|^2 in the distance needs no care.
+    Packed codes cannot hold NaN; signs that are not packed can, and need no marks.
     """
-    if PLANES:
-        features, inverse = unit_tokens(x)
+    if HASH == SIGNS:
+        h = exact_signs(tokens, BITS, BB)
+        mark = keys.to(tl.float32)
+        if CODES:
+            store_packed(codes, pack(tokens.to(tl.float32), BITS, BB), start, n, BLOCK)
     else:
-        kernel, inverse = kernel_of(x, samples, lengths, scale, PRECISION)
-        features = kernel - middle[None, :]
-    y, largest = weigh(features, mix)
-    to_y = tl.where(tl.abs(y) * largest <= 1.0, to_codes, 0.0)
-    to_unit = grad_product(to_y, tl.trans(mix), GRAD_PRECISION)
-    pull = inverse
-    if not PLANES:
-        to_unit = grad_product(to_unit * kernel, tl.trans(samples), GRAD_PRECISION)
-        pull *= -2.0 / LOG2E * scale
+        y = project(tokens, samples, lengths, middle, mix, scale, HASH, PRECISION)
+        h = signs_of(y, BITS, BB).to(tl.bfloat16)
+        mark = marks(tokens, keys)
+        if CODES:
+            store_packed(codes, pack(y, BITS, BB), start, n, BLOCK)
+    return h, mark
+
+
+@triton.jit
+def project_back(
+    x, to_codes, factors, samples, lengths, middle, mix, scale,
+    HASH: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Gradient of tokens from that of their codes, `to_codes` times factors (BLOCK,).
+
+    Also returns the features and the gradient of the projection. The gradient passes the sign where |y| <= 1;
+    that of SIGNS where |y| <= r, the root mean square of the token's projections, and is divided by r. For
+    other functions the length of a token does not count, so the part of the gradient along the token is
+    dropped, and with it the derivative of |x|^2.
+    """
     wide = x.to(tl.float32)
-    along = tl.sum(wide * to_unit, axis=1) * inverse * inverse
-    return (to_unit - wide * along[:, None]) * pull[:, None], features, to_y
+    if HASH == SIGNS:
+        square = wide * wide
+        mean = tl.sum(square, axis=1) * (1.0 / BITS)
+        mean = tl.where(mean == 0, 1.0, mean)[:, None]
+        to_y = tl.where(square <= mean, to_codes * (tl.rsqrt(mean) * factors[:, None]), 0.0)
+        return to_y, 0.0, 0.0
+    else:
+        to_codes *= factors[:, None]
+        features, kernel, inverse = token_features(x, samples, lengths, middle, scale, HASH, PRECISION)
+        y, largest = weigh(features, mix)
+        to_y = tl.where(tl.abs(y) * largest <= 1.0, to_codes, 0.0)
+        to_unit = grad_product(to_y, tl.trans(mix), GRAD_PRECISION)
+        pull = inverse
+        if HASH == KERNEL:
+            to_unit = grad_product(to_unit * kernel, tl.trans(samples), GRAD_PRECISION)
+            pull *= -2.0 / LOG2E * scale
+        along = tl.sum(wide * to_unit, axis=1) * inverse * inverse
+        return (to_unit - wide * along[:, None]) * pull[:, None], features, to_y

@@ -10,19 +10,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ecoformer.backends.fused import Functions, FusedCall, empty_out
+from ecoformer.backends.fused import Functions, FusedCall, Signs, empty_out
 from ecoformer.backends.triton import causal, groups, plans
 from ecoformer.backends.triton import forward as ahead
 from ecoformer.backends.triton import state as states
-from ecoformer.backends.triton.configs import (
-    Config,
-    Sizes,
-    Step,
-    causal_config,
-    choose,
-    padded,
-    reduce,
-)
+from ecoformer.backends.triton.configs import Config, Sizes, Step, causal_config, choose, padded, reduce
+from ecoformer.backends.triton.hashing import KERNEL, PLANES, SIGNS
 from ecoformer.backends.triton.plans import Place, Plan, Shrink, Tensors, form
 
 HASH_PRECISION = "tf32x3"
@@ -30,12 +23,14 @@ HASH_PRECISION = "tf32x3"
 22 bits) or "ieee" (plain fp32 arithmetic)."""
 TENSORS = 16
 """Of `FusedCall.flat`."""
+_FEW = 64
+"""Heads with fewer than this take more programs to mix."""
 _CHEAP_TO_ADD = 16 << 20
 """Bytes of partial states that readers may load to add them up themselves: about the time of a launch."""
 
 
-# Triton's own `cdiv` is made for kernels and takes ten microseconds outside.
-def _ceiling(whole: int, part: int) -> int:
+def ceiling(whole: int, part: int) -> int:
+    """Quotient, rounded up. Triton's own `cdiv` is made for kernels and takes ten microseconds outside."""
     return -(-whole // part)
 
 
@@ -69,29 +64,29 @@ def key_of(call: FusedCall) -> Hashable:
 
 
 def _shapes(functions: Functions | None) -> Hashable:
-    return None if functions is None else (len(functions), functions[0].shape, functions.weight.shape)
+    return None if functions is None else tuple(x.shape for x in functions)
 
 
 class Hashing(NamedTuple):
     """Hash functions in a plan."""
 
     tensors: list[Place]
-    """Support, mean, sigma and weight. A kernel for hyperplanes looks at the last one only."""
+    """Support, mean, sigma and weight. Kernels for hyperplanes read the last one, those for signs none."""
     constants: dict[str, int]
     """Sizes that kernels are compiled for."""
 
     @classmethod
-    def of(cls, places: list[Place | None]) -> Hashing | None:
-        """Of four places; None where there are none."""
-        weight = places[3]
-        if weight is None:
-            return None
-        _, samples, bits = weight.shape
-        support = places[0]
-        dim = samples if support is None else support.shape[2]
+    def of(cls, places: list[Place | None], q: Place) -> Hashing:
+        """Of four places; without a weight, the signs of q."""
+        support, _, _, weight = places
+        dim = bits = samples = q.shape[3]
+        kind = SIGNS
+        if weight is not None:
+            kind = PLANES if support is None else KERNEL
+            _, samples, bits = weight.shape
         sizes = {"D": dim, "M": samples, "BITS": bits}
         wide = {"BD": padded(dim), "BM": padded(samples), "BB": padded(bits)}
-        return cls([x or weight for x in places], {"PLANES": support is None, **sizes, **wide})
+        return cls([x or weight or q for x in places], {"HASH": kind.value, **sizes, **wide})
 
 
 class Launches(Plan):
@@ -100,10 +95,11 @@ class Launches(Plan):
     def __init__(self, call: FusedCall, tensors: Tensors) -> None:
         super().__init__(call.v.device, tensors)
         self.q, v = (cast(Place, self.places[source]) for source in (0, 2))
-        self.v, self.shared = v, call.shared_codes
+        self.v, self.shared, self.stored = v, call.shared_codes, _stored(call)
         self.k = self.q if self.places[1] is None else self.places[1]
-        self.functions = cast(Hashing, Hashing.of(self.places[5:9]))
-        self.key_functions = Hashing.of(self.places[9:13]) or self.functions
+        self.functions = self.key_functions = Hashing.of(self.places[5:9], self.q)
+        if call.key_functions is not None:
+            self.key_functions = Hashing.of(self.places[9:13], self.q)
         self.causal, self.beta = call.causal, call.constant
         self.heads, self.bits = v.shape[1], call.bits
         # A kernel that is compiled without mask, weights or groups never looks at these pointers.
@@ -116,9 +112,8 @@ class Launches(Plan):
             self.key_weight = [key_weight, *key_weight.strides]
         self.levels = [x or v for x in self.places[13:16]]
         self.rows = v.shape[0] * v.shape[1]
-        self.state_shape = _state_shape(call)
-        self.width = self.state_shape[0] * self.state_shape[1]
-        self.exact = {"PIECES": 3 if v.dtype == torch.float32 else 2, "PRECISION": HASH_PRECISION}
+        self.width = _state_width(call)
+        self.exact = {"PIECES": _pieces(call), "PRECISION": HASH_PRECISION}
         self.weighted = {"WEIGHTED": key_weight is not None}
         self.masked = {"MASKED": mask is not None, **self.weighted}
         whole = self.beta.is_integer() and self.beta >= 0 and self.bits + self.beta <= 256
@@ -127,6 +122,15 @@ class Launches(Plan):
         size, features, channels = _group_size(call), _features(call), v.shape[-1]
         shape = {"E": channels, "F": features, "BE": padded(channels), "BF": padded(features)}
         self.reading = {"SIZE": size, "BITS": self.bits, "BB": padded(self.bits), **shape}
+
+    def split(self, saved: list[Place]) -> tuple[list[Place], Place, Place]:
+        """Codes of queries and of keys, state and table, of what is kept for the backward.
+
+        Kernels do not read codes that are not stored, nor a table without groups of bits.
+        """
+        state = saved[2 - self.shared if self.stored else 0]
+        codes = saved[: 2 - self.shared] if self.stored else [self.q]
+        return codes, state, saved[-1]
 
     def hashing(self, functions: Hashing) -> dict[str, int]:
         """Constants of a kernel that hashes by these functions."""
@@ -142,10 +146,10 @@ class Launches(Plan):
 
     def stretches(self, config: Config, n: int) -> tuple[int, int]:
         """Into how many stretches a head's n tokens are cut, and their length."""
-        blocks = _ceiling(n, config.block)
-        wanted = max(1, _ceiling(_processors(self.device) * config.per_sm, self.rows))
-        span = _ceiling(blocks, min(blocks, wanted)) * config.block
-        return _ceiling(n, span), span
+        blocks = ceiling(n, config.block)
+        wanted = max(1, ceiling(_processors(self.device) * config.per_sm, self.rows))
+        span = ceiling(blocks, min(blocks, wanted)) * config.block
+        return ceiling(n, span), span
 
     def options(self, config: Config) -> dict[str, int]:
         """Block size and launch options."""
@@ -155,9 +159,9 @@ class Launches(Plan):
         """The same for kernels that sum over tokens."""
         return {"WIDE": config.warps >= 4, **self.options(config)}
 
-    def in_order(self) -> dict[str, int]:
-        """The same for kernels in causal order."""
-        config = causal_config(self._sizes)
+    def in_order(self, light: bool = False) -> dict[str, int]:
+        """The same for kernels in causal order; `light`: with few registers."""
+        config = causal_config(self._sizes, light)
         return {"STRIDE": config.stride, **self.tall(config)}
 
     def smaller(self, step: Step, x: Place, config: Config) -> Shrink:
@@ -166,14 +170,14 @@ class Launches(Plan):
 
     def state_room(self, *lead: int) -> Place:
         """Room for states."""
-        return self.room((*lead, *self.state_shape))
+        return self.room((*lead, self.width))
 
     def add_parts(self, partial: Place, parts: int, out: Place, step: Step, x: Place) -> tuple[Place, int]:
         """Partial states and their number; added up in `out` where the next step would do it too often."""
         readers = self.stretches(self.config(step, x), x.shape[2])[0]
         if parts == 1 or self.rows * readers * parts * self.width * 4 <= _CHEAP_TO_ADD:
             return partial, parts
-        programs = self.rows * _ceiling(self.width, 64)
+        programs = self.rows * ceiling(self.width, 64)
         self.launch(
             states.add_parts, programs, nothing_smaller, partial, out, parts, self.width,
             ROWS=32, COLUMNS=64, num_warps=4,
@@ -184,29 +188,39 @@ class Launches(Plan):
         self,
         partial: Place,
         parts: int,
-        mixed: Place,
-        state: Place | None = None,
-        walsh: Place | None = None,
-        other: tuple[Place, Place] | None = None,
+        table: Place,
+        keep: Place | None = None,
+        walsh: tuple[Place, Place, Place] | None = None,
+        to_levels: Place | None = None,
     ) -> None:
-        """Add up partial states in `state` and mix them, also to coefficients; `other`: those of a state."""
-        size, features = self.reading["SIZE"], self.reading["F"]
-        rows = max(16, 1 << size)
-        programs = self.rows * _ceiling(features, rows) * _ceiling(self.state_shape[1], 16)
-        places = (partial, state or mixed, mixed, walsh or mixed, *(other or (mixed, mixed)))
-        flags = {"KEEP": state is not None, "WALSHED": walsh is not None, "OTHER": other is not None}
-        sizes = {"SIZE": size, "E": self.reading["E"], "F": features, "BS": rows}
+        """Add up partial states, in `keep` if given, and mix the sum; see the kernel.
+
+        `walsh` are coefficients of the sum, another state, and its coefficients.
+        """
+        size, features, channels = (self.reading[name] for name in ("SIZE", "F", "E"))
+        rows, columns = max(16, 1 << size), self.mixed_columns()
+        programs = self.rows * ceiling(features, rows) * ceiling(channels, columns)
+        places = (partial, keep or table, table, *(walsh or (table, table, table)), to_levels or table)
+        flags = {"KEEP": keep is not None, "WALSHED": walsh is not None, "LEVELS": to_levels is not None}
+        sizes = {"SIZE": size, "E": channels, "F": features, "BS": rows, "COLUMNS": columns}
+        together = 1 if parts == 1 else 4 if parts <= 16 else 16
         self.launch(
             groups.mix_parts, programs, nothing_smaller, *places, *self.levels[:2], self.heads, parts,
-            **flags, **sizes, PARTS=8 if parts > 1 else 1, num_warps=2 if rows == 16 else 4,
+            **flags, **sizes, PARTS=together, num_warps=1 if together * rows * columns <= 512 else 4,
         )  # fmt: skip
+
+    def mixed_columns(self) -> int:
+        """Columns that one program of `mix_parts` handles."""
+        return 16 if self.reading["SIZE"] > 4 or self.rows < _FEW else min(64, self.reading["BE"])
 
     def running_sums(self, entries: Place, blocks: int, reverse: bool) -> None:
         """Running sums over blocks, in place."""
-        programs = self.rows * _ceiling(self.width, 64)
+        # Few variants, because each is compiled.
+        rows = next(rows for rows in (2, 8, 16, 64) if rows > blocks or rows == 64)
+        columns = max(64, 2048 // rows)
         self.launch(
-            states.running_sums, programs, nothing_smaller, entries, blocks, self.width,
-            REVERSE=reverse, ROWS=64, COLUMNS=64, num_warps=4,
+            states.running_sums, self.rows * ceiling(self.width, columns), nothing_smaller,
+            entries, blocks, self.width, REVERSE=reverse, ROWS=rows, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
 
 
@@ -226,22 +240,40 @@ def _features(call: FusedCall) -> int:
 def sizes_of(call: FusedCall) -> Sizes:
     """What configurations depend on."""
     batch, heads, tokens, dim = call.q.shape
-    samples, features = call.functions.weight.shape[1], 0 if call.scale is None else _features(call)
+    samples = 0 if isinstance(call.functions, Signs) else call.functions.weight.shape[1]
+    features = 0 if call.scale is None else _features(call)
     return Sizes(batch * heads, tokens, dim, call.v.shape[3], samples, call.bits, call.v.dtype, features)
 
 
-def _state_shape(call: FusedCall) -> tuple[int, int]:
-    return _features(call) + (call.scale is None), call.v.shape[-1] + 1
+def _stored(call: FusedCall) -> bool:
+    """Whether codes are stored. Signs of projections are as quickly found again, but not packed."""
+    return not isinstance(call.functions, Signs) or call.causal
+
+
+def _state_width(call: FusedCall) -> int:
+    return states.state_numbers(call.scale is not None, _features(call), call.v.shape[-1])
+
+
+def _pieces(call: FusedCall) -> int:
+    """Into how many bf16 numbers fp32 numbers are split.
+
+    With groups of bits one suffices for results in bf16: tables are rounded as the output is.
+    """
+    if call.v.dtype == torch.float32:
+        return 3
+    return 1 if call.scale is not None and call.v.dtype == torch.bfloat16 else 2
 
 
 def _rooms(call: FusedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of what the backward needs: packed codes and states."""
     q, v = call.q, call.v
-    state: tuple[int, ...] = _state_shape(call)
+    state: tuple[int, ...] = (_state_width(call),)
     if call.causal:
         config = causal_config(sizes_of(call))
-        state = (_ceiling(q.shape[2], config.block * config.stride) + 1, *state)
+        state = (ceiling(q.shape[2], config.block * config.stride) + 1, *state)
     tokens = [q] if call.shared_codes else [q, q if call.k is None else call.k]
+    if not _stored(call):
+        tokens = []
     codes = [(tuple(x.shape[:3]), _code_dtype(call.bits)) for x in tokens]
     states = [((*v.shape[:2], *state), torch.float32)]
     return [*codes, *(states if call.scale is None or call.causal else 2 * states)]
@@ -269,12 +301,10 @@ class _Forward(Launches):
         self.out = cast(Place, self.places[TENSORS])
         room = self.output if keep else self.room
         self.saved = [room(shape, dtype) for shape, dtype in _rooms(call)]
-        self.codes = self.saved[: 1 if self.shared else 2]
-        # Without groups of bits there is no table, and kernels never look at it.
-        self.state, self.table = self.saved[len(self.codes)], self.saved[-1]
+        self.codes, self.state, self.table = self.split(self.saved)
         if self.causal:
             self._causal()
-        elif self.shared and self.config("gather", self.q).per_sm == 0:
+        elif self.shared and self.stored and self.config("gather", self.q).per_sm == 0:
             self._attend()
         else:
             self._two_passes()
@@ -296,9 +326,9 @@ class _Forward(Launches):
     def _two_passes(self) -> None:
         q, out, state = self.q, self.out, self.state
         partial, parts = self._gather(self.k, self.codes[-1], state)
-        step: Step = "read" if self.shared else "gather"
+        step: Step = "gather" if self.stored and not self.shared else "read"
         if self.grouped:
-            self.mix_parts(partial, parts, self.table, state)
+            self.mix_parts(partial, parts, self.table, keep=state if parts > 1 else None)
             partial, parts = self.table, 1
         else:
             partial, parts = self.add_parts(partial, parts, state, step, q)
@@ -306,7 +336,7 @@ class _Forward(Launches):
         stretches, span = self.stretches(config, q.shape[2])
         grid, options = (self.rows * stretches, self.smaller(step, q, config)), self.options(config)
         sizes = (self.levels[2], q.shape[2], self.heads, parts, stretches, span, self.beta)
-        if self.shared:
+        if self.shared and self.stored:
             self.launch(
                 ahead.read, *grid,
                 self.codes[0], partial, state, out, *out.strides, *sizes,
@@ -348,5 +378,5 @@ class _Forward(Launches):
             *self._keys(q), codes, key_codes, running, out, *out.strides,
             *self.functions.tensors, *self.levels, *counts, self.beta,
             SHARED=self.shared, **self.whole, **self.masked, **self.exact,
-            **self.hashing(self.functions), **sizes,
+            **self.hashing(self.functions), **self.in_order(light=not self.weighted["WEIGHTED"]),
         )  # fmt: skip

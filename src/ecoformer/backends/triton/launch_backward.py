@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ecoformer.backends.fused import FusedCall, Grads, Needs
 from ecoformer.backends.triton import backward as kernels
-from ecoformer.backends.triton import causal, plans
+from ecoformer.backends.triton import causal, groups, plans
 from ecoformer.backends.triton.launch import (
     TENSORS,
     Hashing,
     Launches,
+    ceiling,
     key_of,
     nothing_smaller,
     on,
@@ -28,7 +29,7 @@ def backward(call: FusedCall, grad: Tensor, saved: list[Tensor], needs: Needs, /
     key = ("backward", needs, grad.stride(), grad.dtype, key_of(call))
     with on(call.v.device):
         plan, outputs = plans.run(key, lambda: _Backward(call, tensors, needs), tensors)
-        return plan.gradients(outputs, call, saved[1 if call.shared_codes else 2])
+        return plan.gradients(outputs, call)
 
 
 class _Backward(Launches):
@@ -37,19 +38,22 @@ class _Backward(Launches):
     def __init__(self, call: FusedCall, tensors: Tensors, needs: Needs) -> None:
         super().__init__(call, tensors)
         grad, *saved = (x for x in self.places[TENSORS:] if x is not None)
-        self.grad, self.codes = grad, saved[: 1 if self.shared else 2]
-        self.state, self.table = saved[len(self.codes)], saved[-1]
+        self.grad = grad
+        self.codes, self.state, self.table = self.split(saved)
         self.for_q, self.for_k, self.for_v, self.for_key_weight, *weights, for_scale, for_ratio = needs
         # Queries and keys of one set of hash functions share the gradient of its weight.
         apart = call.key_functions is not None
         self.for_weight, self.for_key_hash = weights if apart else (weights[0], weights[0])
         self.for_levels = for_scale or for_ratio
         self.own_keys = call.k is not None
-        # Gradients that are all rounded to bf16 in the end need no more on the way.
-        halves = all(x.dtype == torch.bfloat16 for x in (call.q, self.k, call.v, grad))
-        precise = any(weights) or self.for_levels or self.for_key_weight
-        if self.grouped and halves and not precise:
-            self.exact = {**self.exact, "PIECES": 1}
+        # Gradients that are rounded to bf16 in the end need no more on the way. Those of scale and ratio need
+        # it where queries are summed, in causal order everywhere, and so do those of weights there.
+        rounded = [call.q, self.k, call.v, grad, *([self.places[4]] if self.for_key_weight else [])]
+        fine = any(weights) or any(x is not None and x.dtype != torch.bfloat16 for x in rounded)
+        fine |= self.causal and (self.for_levels or self.for_key_weight)
+        precise: dict[str, Any] = {**self.exact, "PIECES": max(2, cast(int, self.exact["PIECES"]))}
+        self.exact = precise if fine else self.exact
+        self.summing = precise if self.for_levels else self.exact
         self.reads = self.room((self.rows, self.q.shape[2], 2))
         self.to_v = self.output(self.v.shape, self.v.dtype) if self.for_v else None
         self.to_key_weight: Place | None = None
@@ -57,8 +61,7 @@ class _Backward(Launches):
             self.to_key_weight = self.output(key_weight.shape, key_weight.dtype)
         self.to_q: Place | None = None
         self.to_k: Place | None = None
-        self.to_table: Place | None = None
-        self.to_levels: Place | None = None
+        self.to_levels: list[Place | None] = [None, None]
         self.weights: list[Place] = []
         self.key_weights: list[Place] = self.weights if not apart else []
         if self.causal:
@@ -68,7 +71,7 @@ class _Backward(Launches):
         else:
             self._cross(self.q, self.k)
 
-    def gradients(self, outputs: list[Tensor], call: FusedCall, state: Tensor) -> Grads:
+    def gradients(self, outputs: list[Tensor], call: FusedCall) -> Grads:
         """All eight, of what `run` gave."""
 
         def found(place: Place | None) -> Tensor | None:
@@ -79,12 +82,8 @@ class _Backward(Launches):
             to_q, to_k = to_k if to_q is None else to_q if to_k is None else to_q + to_k, None
         weight = self._weight_grad(outputs, self.weights)
         key_hash = None if self.key_weights is self.weights else self._weight_grad(outputs, self.key_weights)
-        levels: list[Tensor | None] = [None, None]
-        if (to_table := found(self.to_table)) is not None:
-            levels = level_grads(call, state, to_table)
-        if (to_levels := found(self.to_levels)) is not None:
-            levels = causal_level_grads(call, to_levels)
         tokens = [x if needed else None for x, needed in ((to_q, self.for_q), (to_k, self.for_k))]
+        levels = (found(place) for place in self.to_levels)
         return [*tokens, found(self.to_v), found(self.to_key_weight), weight, key_hash, *levels]
 
     def _weight_grad(self, outputs: list[Tensor], places: list[Place]) -> Tensor | None:
@@ -95,7 +94,7 @@ class _Backward(Launches):
 
     def _shared(self, q: Place) -> None:
         """A token's code as a query is its code as a key."""
-        if self.config("gather_grad", q).per_sm == 0:
+        if self.stored and self.config("gather_grad", q).per_sm == 0:
             self._attend_back(q)
         else:
             self.to_q = self._token_grad(q, self.codes[0], *self._gather_grad(q, q), True, True)
@@ -104,7 +103,7 @@ class _Backward(Launches):
         """Queries and keys have codes of their own."""
         to_state = self._gather_grad(q, k)
         if any(self._for_keys()):
-            self.to_k = self._token_grad(k, self.codes[1], *to_state, False, True)
+            self.to_k = self._token_grad(k, self.codes[-1], *to_state, False, True)
         if self.for_q or self.for_weight:
             self.to_q = self._token_grad(q, self.codes[0], *to_state, True, False)
 
@@ -129,17 +128,16 @@ class _Backward(Launches):
             functions = self.functions if queries else self.key_functions
             stored, added = to_bit is not None and queries, to_bit is not None and keys
             to_x, weights, flags = self._memory_for(x, functions, 0 if stored else stretches, queries, keys)
-            to_levels = None
-            if queries and self.for_levels:
-                to_levels = self.to_levels = self.output((self.rows, stretches, 2, self.state_shape[0]))
+            terms = self._level_terms(stretches) if queries else None
             self.launch(
                 causal.causal_token_grad, self.rows * stretches, nothing_smaller,
                 *self._inputs(x), codes, key_codes, running, partial, self.reads,
-                *self._targets(to_x, weights), to_levels or self.v, to_bit or self.v,
+                *self._targets(to_x, weights), terms or self.v, to_bit or self.v,
                 *functions.tensors, *self.levels[:2], *counts,
-                QUERIES=queries, KEYS=keys, LEVELS=to_levels is not None, STORED=stored, ADDED=added,
+                QUERIES=queries, KEYS=keys, LEVELS=terms is not None, STORED=stored, ADDED=added,
                 **flags, **shared, **self.masked, **self._precisions(x), **self.hashing(functions), **sizes,
             )  # fmt: skip
+            self._sum_levels(terms, stretches)
             return to_x
 
         if self.shared and sizes["STRIDE"] > 1:
@@ -161,26 +159,23 @@ class _Backward(Launches):
         """What `token_grad` loads: for queries, for keys and for values, and how many parts to add up."""
         config = self.config("gather_grad", q)
         parts, span = self.stretches(config, q.shape[2])
-        partial = self._to_state(parts)
+        partial = self.state_room(self.rows, parts)
         self.launch(
             kernels.gather_grad, self.rows * parts, self.smaller("gather_grad", q, config),
-            self.grad, *self.grad.strides, self.codes[0], self.reads, self.state, self.table, partial,
+            *self._inputs(q)[:10], self.codes[0], self.reads, self.state, self.table, partial,
             self.levels[2], q.shape[2], self.heads, parts, span, self.beta,
-            **self.weighted, **self.exact, **self.reading, **self.tall(config),
+            HASH=self.functions.constants["HASH"],
+            **self.weighted, **self.summing, **self.reading, **self.tall(config),
         )  # fmt: skip
         if self.grouped:
             to_buckets, walsh, state_walsh = (self.state_room(self.rows) for _ in range(3))
-            self.mix_parts(partial, parts, to_buckets, walsh=walsh, other=(self.state, state_walsh))
+            stretches = ceiling(self.reading["E"], self.mixed_columns())
+            terms, coefficients = self._level_terms(stretches), (walsh, self.state, state_walsh)
+            self.mix_parts(partial, parts, to_buckets, walsh=coefficients, to_levels=terms)
+            self._sum_levels(terms, stretches)
             return state_walsh, walsh, to_buckets, 1
         added, parts = self.add_parts(partial, parts, self.room(self.state.shape), "token_grad", keys)
         return self.state, added, added, parts
-
-    def _to_state(self, parts: int) -> Place:
-        """Memory for partial gradients of the state, which the gradients of the affinity need too."""
-        if not self.for_levels:
-            return self.state_room(self.rows, parts)
-        self.to_table = self.output((self.rows, parts, *self.state_shape))
-        return self.to_table
 
     def _token_grad(
         self,
@@ -209,14 +204,34 @@ class _Backward(Launches):
     def _attend_back(self, q: Place) -> None:
         self.to_q, weights, flags = self._memory_for(q, self.functions, 1, True, True)
         config = self.config("gather_grad", q)
-        mixed = [self.state_room(self.rows) for _ in range(3)] if self.grouped else [self.state] * 3
+        mixed = [self.state_room(self.rows) for _ in range(4)] if self.grouped else [self.state] * 4
+        terms = self._level_terms(1)
         self.launch(
             kernels.attend_back, self.rows, self.smaller("gather_grad", q, config),
-            *self._inputs(q), self.codes[0], self.reads, self.state, self.table, self._to_state(1), *mixed,
-            *self._targets(self.to_q, weights), *self.functions.tensors, *self.levels,
-            q.shape[2], self.heads, self.beta,
-            **flags, **self.masked, **self._precisions(q), **self.hashing(self.functions),
+            *self._inputs(q), self.codes[0], self.reads, self.state, self.table, *mixed,
+            *self._targets(self.to_q, weights), terms or self.v,
+            *self.functions.tensors, *self.levels, q.shape[2], self.heads, self.beta,
+            LEVELS=self.for_levels, **flags, **self.masked, **self._precisions(q),
+            **self.hashing(self.functions),
             **self.tall(config),
+        )  # fmt: skip
+        self._sum_levels(terms, 1)
+
+    def _level_terms(self, stretches: int) -> Place | None:
+        """Memory for terms of the gradients of scale and ratio, if they are needed."""
+        return self.room((self.rows, stretches, 2, self.reading["F"])) if self.for_levels else None
+
+    def _sum_levels(self, terms: Place | None, stretches: int) -> None:
+        """Gradients of scale and ratio."""
+        if terms is None:
+            return
+        scale, size, features = self.levels[0], self.reading["SIZE"], self.reading["F"]
+        self.to_levels = [self.output(scale.shape), self.output(scale.shape)]
+        block = max(16, 1 << size)
+        self.launch(
+            groups.sum_levels, self.heads * (features >> size), nothing_smaller,
+            terms, scale, *self.to_levels, self.heads, self.rows // self.heads * stretches, stretches,
+            SIZE=size, F=features, ROWS=4096 // block, BS=block, num_warps=8,
         )  # fmt: skip
 
     def _inputs(self, x: Place) -> list[Any]:
@@ -249,34 +264,3 @@ class _Backward(Launches):
     def _precisions(self, x: Place) -> dict[str, Any]:
         coarse = x.dtype == self.v.dtype == torch.bfloat16
         return {**self.exact, "GRAD_PRECISION": "bf16" if coarse else self.exact["PRECISION"]}
-
-
-def level_grads(call: FusedCall, state: Tensor, to_table: Tensor) -> list[Tensor | None]:
-    """Gradients of `scale` and `ratio` from buckets (B, H, F, E + 1) and the table's gradient, in parts."""
-    if call.scale is None or call.ratio is None:
-        return [None, None]
-    batch, heads, _, width = state.shape
-    shape = (batch, heads, call.groups, -1, width)
-    # As (H, G, 2^s, B * (E + 1)), so that one product sums over samples and channels.
-    buckets, to_table = (
-        x.double().permute(1, 2, 3, 0, 4).flatten(-2)
-        for x in (state.view(shape), to_table.view(batch, heads, -1, *state.shape[2:]).sum(2).view(shape))
-    )
-    to_mixing = to_table @ buckets.mT
-    value = torch.arange(to_mixing.shape[-1], device=state.device)
-    differ = value[:, None] ^ value
-    distance = sum(((differ >> bit) & 1 for bit in range(call.bits // call.groups)), torch.zeros_like(differ))
-    scale, ratio = (x.double()[..., None, None] for x in (call.scale, call.ratio))
-    slope = distance * ratio ** (distance - 1).clamp_min(0) * scale
-    return [(to_mixing * x).sum(dim=(-2, -1)).float() for x in (ratio**distance, slope)]
-
-
-def causal_level_grads(call: FusedCall, to_levels: Tensor) -> list[Tensor | None]:
-    """Gradients of `scale` and `ratio` from the sums (B * H, ., 2, F) of `causal_token_grad`."""
-    if call.scale is None:
-        return [None, None]
-    sums = to_levels.view(
-        call.q.shape[0], call.q.shape[1], -1, 2, call.groups, to_levels.shape[-1] // call.groups
-    )
-    to_scale, to_ratio = sums.sum(dim=(0, 2, -1)).unbind(1)
-    return [to_scale / call.scale, to_ratio]
