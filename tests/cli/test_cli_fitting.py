@@ -15,7 +15,6 @@ PIL_Image = pytest.importorskip("PIL.Image")
 from things import (  # noqa: E402
     OF_BERT,
     QUICK,
-    kinds,
     same_state,
 )
 
@@ -52,11 +51,6 @@ class TestFitting:
         ecoformer.fit_hashers(expected, [torch.stack([transform(i) for i in images])], progress=False)
         assert same_state(done.model, expected)
 
-    def test_a_timm_model_by_its_name(self, cli):
-        done = cli("convert", "test_vit", "out.safetensors", "--attention", "lsh_eco", "--fit", "photos")
-        assert (done.status, done.err) == (0, "")
-        assert set(kinds(ecoformer.load("out.safetensors")).values()) == {"lsh_eco"}
-
     def test_of_what_was_fitted_before(self, convert):
         convert("released.pth", "--attention", "softmax", "--layers", "stages.[01].*", out="1.safetensors")
         done = convert("1.safetensors", "--attention", "eco", *QUICK, out="2.safetensors")
@@ -89,10 +83,6 @@ class TestFitting:
         assert done.status == 0
         assert f"fitted 3 hashers on {told} of photos" in done.out.splitlines()
         assert "fit_hashers" not in done.out
-
-    def test_random_hash_functions_are_not_told_to_be_fitted(self, convert):
-        done = convert("ours.safetensors", "--attention", "lsh_eco", "--fit", "photos")
-        assert done.facts["fitted"] == []
 
     @pytest.mark.parametrize(
         ("source", "arguments", "words"),

@@ -108,13 +108,6 @@ class TestTheMachine:
         assert told["mechanisms"] == ", ".join(ecoformer.list_attentions())
         assert told["backend eager"].startswith("PyTorch operators")
 
-    def test_a_mechanism_of_ones_own_is_listed(self, info, monkeypatch):
-        from ecoformer.attention import registry
-
-        (known,) = (value for value in vars(registry).values() if isinstance(value, dict) and "eco" in value)
-        monkeypatch.setitem(known, "mine", known["eco"])
-        assert "mine" in info()["mechanisms"]
-
 
 class TestAModel:
     def test_layer_by_layer(self, info):
@@ -130,14 +123,6 @@ class TestAModel:
             ]
             + [{"name": LAYERS[3], "attention": "Attention", "dim": 32, "heads": 4}],
         }
-
-    def test_fitted_hash_functions(self, info):
-        model = pyramid()
-        model.stages[1].blocks[0].attn.attention.hasher.fitted.fill_(True)
-        ecoformer.save(model, "one.safetensors")
-        assert [layer.get("fitted") for layer in info("one.safetensors")["layers"]] == [
-            *(False, True, False, None)
-        ]
 
     def test_for_a_person(self, info, run):
         name = "a_long[v2]_name_of_a_checkpoint.safetensors"
@@ -160,14 +145,6 @@ class TestAModel:
         assert facts["model"] == "timm model test_vit"
         assert [layer["attention"] for layer in facts["layers"]] == ["Attention"] * 6
         assert "fitted" not in facts["layers"][0]
-
-    @pytest.mark.parametrize("classes", [3, 0])
-    def test_a_folder_of_ours(self, info, classes):
-        model = timm.create_model("ecoformer_pvt_v2_b0", **SMALL | {"num_classes": classes})
-        model.save_pretrained("mine")
-        facts = info("mine")
-        assert facts["model"] == "checkpoint mine/"
-        assert facts["parameters"] == sum(p.numel() for p in model.parameters())
 
     def test_a_folder_of_transformers(self, info):
         transformers.utils.logging.disable_progress_bar()
@@ -203,28 +180,11 @@ class TestMistakes:
         (tmp_path / "empty").mkdir()
         refused("empty", words=["empty", "config.json"])
 
-    @pytest.mark.parametrize("name", ["junk.pth", "junk.safetensors"])
-    def test_damaged_files(self, refused, tmp_path, name):
-        (tmp_path / name).write_bytes(b"junk" * 99)
-        refused(name, words=[name])
-
-    def test_errors_are_no_json(self, run):
-        done = run("info", "missing.pth", "--json")
-        assert (done.status, done.out) == (1, "")
-        assert done.err.startswith("ecoformer: ")
-
     @pytest.mark.parametrize("arguments", [("a", "b"), ("--nothing",)])
     def test_usage(self, run, arguments):
         done = run("info", *arguments)
         assert (done.status, done.out) == (2, "")
         assert "Traceback" not in done.err
-
-
-def test_help_shows_an_example(run):
-    done = run("info", "--help")
-    assert (done.status, done.err) == (0, "")
-    assert "Example: ecoformer info ecoformer_pvt_v2_b0" in " ".join(done.out.split())
-    assert "--json" in done.out
 
 
 def test_the_program_tells_its_version_and_commands(run):
