@@ -63,7 +63,7 @@ def test_the_papers_table():
 @pytest.mark.parametrize(
     ("mechanism", "million_cycles", "ms", "mj"), [("softmax", 68.0, 136, 209), ("eco", 4.24, 8.5, 12.6)]
 )
-def test_whole_layer(mechanism, million_cycles, ms, mj):
+def test_complete_layer(mechanism, million_cycles, ms, mj):
     total = simulate_layer(mechanism)
     assert total.cycles / 1e6 == pytest.approx(million_cycles, rel=1e-3)
     assert total.latency_s * 1e3 == pytest.approx(ms, rel=5e-3)

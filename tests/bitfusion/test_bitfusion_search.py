@@ -37,9 +37,9 @@ def convolutions(draw):
 OPS = PRODUCTS | convolutions()
 
 
-def sizes(whole, unit=1):
+def sizes(limit, unit=1):
     powers = [unit * 2**i for i in range(12)]
-    return {min(size, whole) for size in powers}
+    return {min(size, limit) for size in powers}
 
 
 def brute_force(op, bits, array):

@@ -68,8 +68,8 @@ def things(tmp_path_factory):
         (folder / name).write_bytes(b"junk" * 99)
     for name in ("zero.pth", "zero.safetensors"):
         (folder / name).write_bytes(b"")
-    whole = (folder / "ours.safetensors").read_bytes()
-    (folder / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
+    content = (folder / "ours.safetensors").read_bytes()
+    (folder / "cut.safetensors").write_bytes(content[: len(content) // 2])
     return folder
 
 

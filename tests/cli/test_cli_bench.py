@@ -57,7 +57,7 @@ def test_a_wrong_result(cli, monkeypatch, form):
         assert json.loads(out)["rows"][1]["median_ms"] is None
 
 
-def test_the_environment_variable_is_read_and_told(cli, backend_variable):
+def test_the_environment_variable_is_read_and_reported(cli, backend_variable):
     backend_variable("eager")
     status, out, _ = cli("attention", *SMALL, *QUICK, "--mechanisms", "eco", "--json")
     assert status == 0

@@ -75,13 +75,13 @@ class TestFitting:
         assert not same_state(six, fit("--fit", "texts.txt", "--samples", 7, out="3.safetensors").model)
 
     @pytest.mark.parametrize(
-        ("samples", "told"),
+        ("samples", "shown"),
         [("2", "2 samples"), ("64", "3 samples")],
     )
-    def test_what_a_person_is_told(self, cli, samples, told):
+    def test_what_a_person_sees(self, cli, samples, shown):
         done = cli("convert", "ours.safetensors", "o", "--fit", "photos", "--samples", samples, *QUICK)
         assert done.status == 0
-        assert f"fitted 3 hashers on {told} of photos" in done.out.splitlines()
+        assert f"fitted 3 hashers on {shown} of photos" in done.out.splitlines()
         assert "fit_hashers" not in done.out
 
     @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ class TestFitting:
     )
     def test_an_unreadable_image_is_named(self, refused, tmp_path, name, cut):
         (tmp_path / "bad").mkdir()
-        whole = (tmp_path / "photos" / "a.png").read_bytes()
-        (tmp_path / "bad" / name).write_bytes(whole[:cut] or b"no image")
+        content = (tmp_path / "photos" / "a.png").read_bytes()
+        (tmp_path / "bad" / name).write_bytes(content[:cut] or b"no image")
         refused("ours.safetensors", "--fit", "bad", words=f"bad/{name}")
 
     def test_a_text_in_another_encoding_is_named(self, refused, tmp_path):

@@ -81,9 +81,9 @@ class TestTheMachine:
         choice = sys.modules["ecoformer.cli.info"]
         monkeypatch.setattr(choice, "cannot_on", lambda name, device: None)
         monkeypatch.setattr(choice, "available", lambda device: ["cpu", "eager"])
-        told = info()["backends"]
-        assert told["cpu"] == "can run on cpu"
-        assert told["for cpu"] == "cpu"
+        shown = info()["backends"]
+        assert shown["cpu"] == "can run on cpu"
+        assert shown["for cpu"] == "cpu"
         backend_variable("eager")
         assert info()["backends"]["for cpu"] == "eager (ECOFORMER_BACKEND=eager)"
         backend_variable("triton")
@@ -91,9 +91,9 @@ class TestTheMachine:
         backend_variable(None)
         monkeypatch.setattr(choice, "cannot_on", lambda name, device: "numba is not installed")
         monkeypatch.setattr(choice, "available", lambda device: ["eager"])
-        told = info()["backends"]
-        assert told["cpu"] == "cannot run: numba is not installed"
-        assert told["for cpu"] == "eager"
+        shown = info()["backends"]
+        assert shown["cpu"] == "cannot run: numba is not installed"
+        assert shown["for cpu"] == "eager"
 
     def test_what_is_not_installed(self, info, monkeypatch):
         monkeypatch.setattr(sys.modules["ecoformer.cli.info"], "PACKAGES", ("torch", "no-such-package"))
@@ -102,11 +102,11 @@ class TestTheMachine:
     def test_for_a_person(self, run):
         done = run("info")
         assert (done.status, done.err) == (0, "")
-        told = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in done.out.splitlines())
-        assert told["ecoformer"] == ecoformer.__version__
-        assert told["torch"] == torch.__version__
-        assert told["mechanisms"] == ", ".join(ecoformer.list_attentions())
-        assert told["backend eager"].startswith("PyTorch operators")
+        shown = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in done.out.splitlines())
+        assert shown["ecoformer"] == ecoformer.__version__
+        assert shown["torch"] == torch.__version__
+        assert shown["mechanisms"] == ", ".join(ecoformer.list_attentions())
+        assert shown["backend eager"].startswith("PyTorch operators")
 
 
 class TestAModel:

@@ -89,7 +89,7 @@ def test_a_text_model(facts, tmp_path):
         (("model", "pvt_v2_b0", "--bits", "16x8"), "activation bits must be at most 8, got 16"),
         (("model", "pvt_v2_b0", "--compare", "eco", "--code-bits", "9"), "activation bits"),
         (("model", "pvt_v2_b0", "--tokens", "9"), "cannot take an input of (1, 9)"),
-        (("model", "pvt_v2_b0", "--tokens", "9", "--resolution", "64"), "exclude each other"),
+        (("model", "pvt_v2_b0", "--tokens", "9", "--resolution", "64"), "cannot be combined"),
     ],
 )
 def test_refusals(cli, arguments, words):

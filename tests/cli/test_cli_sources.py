@@ -54,7 +54,7 @@ class TestSources:
     def test_mistakes(self, refused, source, arguments, words):
         refused(source, *arguments, words=words)
 
-    def test_commands_without_the_option_are_told_what_works(self, cli):
+    def test_commands_without_the_option_name_what_works(self, cli):
         error = cli("cost", "weights.safetensors").err
         assert "--model pvt_v2_b0 with convert" in error
         how = ("--model", "test_vit", "--attention", "softmax")
@@ -145,8 +145,8 @@ class TestFolders:
         refused("gpt", words=["GPT2Attention", "cannot be converted", "register_conversion"])
 
     def test_damaged_weights(self, refused, folder):
-        whole = (folder / "model.safetensors").read_bytes()
-        (folder / "model.safetensors").write_bytes(whole[:-50])
+        content = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(content[:-50])
         refused("model", words="model")
 
     def test_weights_of_another_size(self, refused, folder):
@@ -167,6 +167,6 @@ class TestFolders:
 
     def test_our_own_folder_cut_short(self, refused, things, tmp_path):
         shutil.copytree(things / "our_folder", tmp_path / "model")
-        whole = (tmp_path / "model" / "model.safetensors").read_bytes()
-        (tmp_path / "model" / "model.safetensors").write_bytes(whole[:-50])
+        content = (tmp_path / "model" / "model.safetensors").read_bytes()
+        (tmp_path / "model" / "model.safetensors").write_bytes(content[:-50])
         refused("model", words="truncated")

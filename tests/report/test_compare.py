@@ -72,7 +72,7 @@ def test_finished_runs_are_not_run_again(compare, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         ("schedule.steps=6", "schedule.steps was 5, not 6"),
         ("optimiser.lr=0.5", "optimiser.lr was 0.001, not 0.5"),
@@ -80,11 +80,11 @@ def test_finished_runs_are_not_run_again(compare, tmp_path):
         ("data.options.pairs=3", "data.options.pairs was 8, not 3"),
     ],
 )
-def test_results_of_other_settings_are_refused(compare, tmp_path, change, told):
+def test_results_of_other_settings_are_refused(compare, tmp_path, change, expected):
     same = ["--set", "schedule.steps=5", "data.options.pairs=8"]
     compare(*same)
     line = refused(compare, *same, change, mechanisms=["softmax", "eco"])
-    assert told in line
+    assert expected in line
     assert "take another --out" in line
     assert started(tmp_path) == ["eco-0"], "nothing is started before all is checked"
 

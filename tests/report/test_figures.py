@@ -35,7 +35,7 @@ def names(figure):
     return [text.get_text() for legend in figure.legends for text in legend.texts]
 
 
-def test_shares_are_of_the_whole_and_the_whole_is_named():
+def test_shares_sum_to_100_and_the_total_is_named():
     figure = shares_figure(SHARES)
     softmax, eco = figure.axes
     assert (softmax.get_title(), eco.get_title()) == ("softmax", "eco")

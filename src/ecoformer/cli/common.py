@@ -71,7 +71,7 @@ def exclude(*options: tuple[str, Any]) -> None:
     """Refuse more than one of these options."""
     given = [name for name, value in options if value]
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} exclude each other")
+        raise ValueError(f"{' and '.join(given)} cannot be combined")
 
 
 def names_in(text: str, option: str) -> list[str]:

@@ -22,7 +22,7 @@ def cost(
     compare: Annotated[
         str | None,
         typer.Option(
-            help="Mechanisms side by side, beside the model as it is (`native`): `softmax,performer,eco`."
+            help="Mechanisms side by side: `softmax,performer,eco`; the model as it is comes first."
         ),
     ] = None,
     settings: common.Settings = None,
