@@ -146,11 +146,10 @@ class TestRename:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("variant", ["pvt_v2_b0", "twins_svt_small"])
-    @pytest.mark.parametrize("mechanism", ["eco", "softmax"])
+    @pytest.mark.parametrize(("variant", "mechanism"), [("pvt_v2_b0", "eco"), ("twins_svt_small", "softmax")])
     def test_any_missing_key_and_any_other_shape(self, variant, mechanism):
         state = checkpoint(variant, mechanism=mechanism)
-        for key, value in list(state.items())[::13]:
+        for key, value in list(state.items())[::17]:
             if "projection_matrix" not in key:
                 with pytest.raises(CheckpointError, match="missing"):
                     load_official({k: v for k, v in state.items() if k != key})

@@ -10,6 +10,7 @@ from files import all_bits, refused
 from torch import nn
 
 from ecoformer import (
+    FitOptions,
     KernelHasher,
     UnfittedHasherError,
     create_attention,
@@ -39,7 +40,7 @@ class Mixed(nn.Module):
 
 def fitted():
     model = Mixed()
-    model.hasher.fit(torch.randn(2, 2, 30, 4))
+    model.hasher.fit(torch.randn(2, 2, 30, 4), options=FitOptions(steps=1))
     return model
 
 
@@ -63,7 +64,7 @@ def test_attention_gives_the_same_output(path, name):
     source, model = (create_attention(name, dim=16, num_heads=2, **needed).to(dtype) for _ in range(2))
     x = torch.randn(4, 9, 16, dtype=dtype)
     if hashers_of(source):
-        fit_hashers(source, [x], progress=False)
+        fit_hashers(source, [x], options=FitOptions(steps=1), progress=False)
     write(path, source.state_dict(), {})
     load_into(model, read(path)[0], source=str(path))
     assert torch.equal(model(x), source(x))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from training_runs import on_ranks
 
-from ecoformer import create_attention, fit_hashers
+from ecoformer import FitOptions, create_attention, fit_hashers
 from ecoformer.attention.splitting import check_split, split_tokens, token_slice
 from ecoformer.models.text import PAD, TextEncoder, TwoTowerEncoder
 
@@ -50,7 +50,7 @@ def layer(case):
         nn.init.normal_(made.local.weight)
     if getattr(made, "key_weights", None) is not None:
         nn.init.normal_(made.key_weights.weight)
-    fit_hashers(made, [tokens_and_mask()[0]], group="alone", progress=False)
+    fit_hashers(made, [tokens_and_mask()[0]], options=FitOptions(steps=5), group="alone", progress=False)
     return made
 
 
@@ -82,7 +82,7 @@ def encoder(case):
         if name.endswith("local.weight"):
             nn.init.normal_(p)
     reads = model.encoder if case == "pairs" else model
-    fit_hashers(reads, [texts()[3:].repeat(2, 1)], group="alone", progress=False)
+    fit_hashers(reads, [texts()[3:].repeat(2, 1)], options=FitOptions(steps=5), group="alone")
     return model
 
 
