@@ -44,20 +44,24 @@ def affinity_cpu() -> Table:
 
 
 def gpu_affinity() -> Table:
-    """The Triton kernels: 4 groups of 4 bits next to the paper's affinity."""
-    rows = _figures("gpu_affinity")["time"]
+    """The Triton kernels: groups of bits, and codes from projections, next to the paper's affinity."""
+
+    def cells(row: dict[str, Any], kind: str) -> list[str]:
+        return [f"{row['us'][kind]:.0f}", f"{row['ratio'][kind]:.2f}"] if kind in row["us"] else ["", ""]
+
+    head = ["batch, heads, tokens, channels", "", "paper, µs", "4 groups of 4, µs", "times the paper's"]
     return [
-        ["batch, heads, tokens, channels", "", "paper, µs", "4 groups of 4, µs", "times the paper's"],
+        [*head, "projections, µs", "times the paper's"],
         *(
             [
                 ", ".join(f"{size:,}" for size in row["shape"]),
                 ("causal, " if row["causal"] else "")
                 + ("forward and backward" if row["backward"] else "forward"),
                 f"{row['us']['paper']:.0f}",
-                f"{row['us']['4x4']:.0f}",
-                f"{row['ratio']:.2f}",
+                *cells(row, "4x4"),
+                *cells(row, "signs"),
             ]
-            for row in rows
+            for row in _figures("gpu_affinity")["time"]
         ),
     ]
 
