@@ -36,7 +36,7 @@ def parts(module, x):
         weight = torch.ones(len(x), HEADS, x.shape[1])
     else:
         exponent = nn.functional.linear(x, module.key_weights.weight, module.key_weights.bias)
-        weight = 2.0 ** exponent.clamp(-12, 12).round().transpose(1, 2)
+        weight = 2.0 ** (12 * torch.tanh(exponent / 12)).round().transpose(1, 2)
     return q, k, heads(module.v(x)), weight
 
 

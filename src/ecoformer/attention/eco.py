@@ -48,8 +48,8 @@ class LearnedAffinity(nn.Module):
 class KeyWeights(nn.Linear):
     """How much each key counts, a power of two for every head: a shift in hardware.
 
-    A linear map of the token gives the exponent, rounded, between -12 and 12. It starts at 0: all keys count
-    1. The gradient passes the rounding as if it were not there.
+    A linear map of the token gives the exponent, rounded, and kept between -12 and 12 by a tanh. It starts at
+    0: all keys count 1. The gradient passes the rounding as if it were not there.
     """
 
     def reset_parameters(self) -> None:
@@ -61,7 +61,7 @@ class KeyWeights(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Tokens (B, N, dim) to weights (B, H, N) in the dtype of projections, where they are exact."""
         projected = super().forward(x)
-        exponent = _wide(projected).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+        exponent = LARGEST_EXPONENT * torch.tanh(_wide(projected) / LARGEST_EXPONENT)
         rounded = exponent + (exponent.round() - exponent).detach()
         return torch.exp2(rounded).to(projected.dtype).transpose(1, 2)
 
@@ -342,6 +342,10 @@ class SharpEcoAttention(HashedAttention):
             key_weights=key_weights,
             **kwargs,
         )
+        # What all tokens have in common moves no softmax, but it makes codes alike.
+        for linear in (self.qk, self.v, self.proj):
+            if isinstance(linear, nn.Linear) and linear.bias is not None:
+                nn.init.zeros_(linear.bias)
 
     @classmethod
     @torch.no_grad()
