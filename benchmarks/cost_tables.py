@@ -65,11 +65,19 @@ def cost_lines() -> Table:
 
 def cost_native() -> Table:
     """The model as timm ships it beside softmax and hashed attention."""
-    rows = []
+    found: dict[int, dict[str, Any]] = {}
     for row in _figures("accounting")["native"]:
-        energies = [f"{row[name] / 1e9:.2f}" for name in ("native", "softmax", "eco")]
-        rows.append([str(row["resolution"]), *energies, f"{1 - row['eco'] / row['native']:.0%}"])
-    return [["resolution", "native", "softmax", "eco", "eco saves of native"], *rows]
+        found.setdefault(row["resolution"], {})[row["mechanism"]] = row
+    rows = []
+    for side, models in found.items():
+        native = models["native"]["cpu"]
+        for name, row in models.items():
+            hashed = "" if row["hashed"] is None else f"{row['hashed'] / 1e9:.3f}"
+            times = f"{row['cpu'] / native:.2f}"
+            energies = [f"{row[part] / 1e9:.2f}" for part in ("paper", "cpu", "attention")]
+            rows.append([str(side), name, *energies, hashed, times])
+    head = ["resolution", "attention", "paper", "executed", "attention layers", "hashing, sums, read"]
+    return [[*head, "times native"], *rows]
 
 
 def cost_cells() -> Table:

@@ -18,10 +18,8 @@ import torch
 from cost_tables import MAKERS
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (
-    ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("results", "cost", "bitfusion", "kernels", "kernels_gpu")),
-)
+DOCS = ("results", "choosing", "cost", "bitfusion", "kernels", "kernels_gpu")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS))
 Table = list[list[str]]
 
 
@@ -208,6 +206,28 @@ def masked_bytes() -> Table:
     return [["", "bits a byte", "accuracy"], *cells]
 
 
+def sharp_recall() -> Table:
+    """Recall by sharp_eco, softmax and eco."""
+    found: dict[tuple[int, str], list[str]] = {}
+    for run in _figures("recall_sharp")["runs"]:
+        for row in run["rows"]:
+            label = _name(row["mechanism"]) + (", soft start" if run["soft_start"] else "")
+            found.setdefault((run["pairs"], label), []).append(_percent(row["accuracy"]))
+    rows = [[str(pairs), label, ", ".join(seeds)] for (pairs, label), seeds in sorted(found.items())]
+    return [["pairs", "attention", "accuracy, seed by seed"], *rows]
+
+
+def sharp_listops() -> Table:
+    """ListOps by sharp_eco and softmax."""
+    found: dict[str, list[str]] = {}
+    for row in _figures("listops_sharp")["rows"]:
+        found.setdefault(_name(row["label"]), []).append(_percent(row["accuracy"]))
+    return [
+        ["ListOps, 2,500 steps", "accuracy, seed by seed"],
+        *([k, ", ".join(v)] for k, v in found.items()),
+    ]
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     make.__name__: make
     for make in (
@@ -223,6 +243,8 @@ TABLES: dict[str, Callable[[], Table]] = {
         masked_bytes,
         affinity_cpu,
         gpu_affinity,
+        sharp_recall,
+        sharp_listops,
         *MAKERS,
     )
 }
