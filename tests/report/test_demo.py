@@ -21,7 +21,9 @@ def run(out, **options):
     return run_demo(out, changes=TINY, progress=lines.append, show=False, **options), lines
 
 
-def test_both_models_are_trained_and_compared_once(tmp_path):
+def test_both_models_are_trained_and_compared_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("ecoformer.report.demo.LATENCY_SECONDS", 0.01)
+    monkeypatch.setattr("ecoformer.report.demo.FINE_TUNING", ("schedule.epochs=1", "teacher.weight=0.5"))
     folder = tmp_path
     result, lines = run(folder, margin=1.0)
     assert [row["model"] for row in result.rows] == ["softmax", "eco"]

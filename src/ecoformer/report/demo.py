@@ -21,7 +21,7 @@ from ecoformer.training.batches import Task
 from ecoformer.training.folder import RunFolder
 from ecoformer.training.run import load_splits
 
-LATENCY_BATCH = 16
+LATENCY_BATCH, LATENCY_SECONDS = 16, 3.0
 FINE_TUNING = ("schedule.epochs=5", "optimiser.lr=1e-3", "teacher.weight=0.5")
 
 
@@ -130,7 +130,7 @@ def _latencies(folder: Path, recipe: Recipe, splits: Splits) -> list[float]:
     models = [load(RunFolder(folder / name).model_file) for name in ("softmax", "eco")]
     with torch.inference_mode():
         works = {i: Work(partial(model, inputs)) for i, model in enumerate(models)}
-        timings = time_contestants(works, torch.device("cpu"), seconds=3.0)
+        timings = time_contestants(works, torch.device("cpu"), seconds=LATENCY_SECONDS)
     return [timing.median_ms for timing in timings.values()]
 
 
