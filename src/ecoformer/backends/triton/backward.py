@@ -148,104 +148,6 @@ def load_gradients(
 
 
 @triton.jit
-def token_grad_tile(
-    grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, codes, reads,
-    to_x, to_v, to_key_weight, start, n, inverse, e, weights, samples, lengths, middle, mix, scale,
-    as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, VALUES: tl.constexpr,
-    WEIGHT: tl.constexpr, KEY_WEIGHT: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
-    PIECES: tl.constexpr, PRECISION: tl.constexpr, GRAD_PRECISION: tl.constexpr,
-    HASH: tl.constexpr, SIZE: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Gradients of a tile's tokens (QUERIES, KEYS or both), values and weights; returns the hash weight's."""
-    if HASH == SIGNS:
-        tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
-        h = exact_signs(tokens, BITS, BB)
-        if MASKED and KEYS:
-            h = clean_signs(h, load_keys(mask, mask_n, start, n, MASKED, BLOCK))
-        f = features_of(h, SIZE, F, BITS, BF, BB)
-    else:
-        h, f = load_features(codes, start, n, SIZE, F, BITS, BF, BB, BLOCK)
-    to_mix = tl.zeros((BM, BB), tl.float32)
-    # With groups of bits a factor of each token waits for the gradient of bits where there is only one.
-    late: tl.constexpr = SIZE > 0 and not (QUERIES and KEYS)
-    factors = tl.full((BLOCK,), 1.0, tl.float32)
-    to_features = tl.zeros((BLOCK, BF), tl.float32)
-    # The paper's form loads the gradient first, a tenth faster; with groups that would take more registers.
-    if QUERIES and SIZE == 0:
-        tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
-        to_features = product(tile, tl.trans(as_query), PIECES, PRECISION) * inverse[:, None]
-        to_features += e[:, None] * as_query_ones[None, :]
-    if KEYS:
-        keys = load_keys(mask, mask_n, start, n, MASKED, BLOCK)
-        weights = tl.where(keys, weights, 0.0)
-        if TOKENS or KEY_WEIGHT:
-            values = load_tile(v, start, n, v_n, v_c, E, BE, BLOCK)
-        if TOKENS:
-            if SIZE == 0:
-                more = product(values, tl.trans(as_key), PIECES, PRECISION) + as_key_ones[None, :]
-            else:
-                more = tl.broadcast_to(as_key_ones[None, :], (BLOCK, BF))
-                more = product(values, tl.trans(as_key), PIECES, PRECISION, more)
-            if late:
-                to_features, factors = more, weights
-            else:
-                if WEIGHTED:
-                    more *= weights[:, None]
-                if MASKED or WEIGHT:
-                    more = tl.where(keys[:, None], more, 0.0)
-                to_features += more
-        if VALUES or KEY_WEIGHT:
-            tile = product(f, to_sums, PIECES, PRECISION)
-            if SIZE == 0:
-                tile += to_total[None, :]
-            if MASKED:
-                tile = tl.where(keys[:, None], tile, 0.0)
-            if KEY_WEIGHT:
-                wide = values.to(tl.float32)
-                if MASKED:
-                    wide = tl.where(keys[:, None], wide, 0.0)
-                below = row_sums(f, to_ones, 2 if PIECES == 1 else 3, PRECISION)
-                to_weights = tl.sum(tile * wide, axis=1) + below + to_count
-                rows = start + tl.arange(0, BLOCK)
-                to_weights = tl.where(keys, to_weights, 0.0)
-                tl.store(to_key_weight + rows, to_weights.to(to_key_weight.dtype.element_ty), mask=rows < n)
-            if VALUES:
-                if WEIGHTED:
-                    tile *= weights[:, None]
-                store_tile(to_v, tile, start, n, E, 1, E, BE, BLOCK)
-    if TOKENS:
-        if QUERIES and SIZE > 0:
-            tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
-            if late:
-                to_features = e[:, None] * as_query_ones[None, :]
-                to_features = product(tile, tl.trans(as_query), PIECES, PRECISION, to_features)
-                factors = inverse
-            else:
-                to_features += (e * inverse)[:, None] * as_query_ones[None, :]
-                to_features += product(tile, tl.trans(as_query), PIECES, PRECISION) * inverse[:, None]
-        if SIZE == 0:
-            to_codes = to_features
-        else:
-            to_codes = to_bits(to_features, h, PIECES, PRECISION, SIZE, F, BF, BITS, BB)
-        if late and MASKED and KEYS:
-            to_codes = tl.where(keys[:, None], to_codes, 0.0)  # padding may hold NaN
-        if HASH != SIGNS:
-            tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
-        tile, features, to_y = project_back(
-            tokens, to_codes, factors, samples, lengths, middle, mix, scale,
-            HASH, PRECISION, GRAD_PRECISION, BITS,
-        )  # fmt: skip
-        store_tile(to_x, tile, start, n, D, 1, D, BD, BLOCK)
-        if WEIGHT:
-            to_mix = dot(features, to_y, PRECISION, None, True)
-    return to_mix
-
-
-@triton.jit
 def load_narrow(
     reads, key_weight, key_weight_n, start, n, READ: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -273,45 +175,108 @@ def token_grad_tiles(
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same for tokens first ... last; SINGLE: they are one tile.
+    """Gradients of tokens first ... last (QUERIES, KEYS or both), their values and weights.
 
-    In a loop the compiler keeps all that does not change in shared memory.
+    SINGLE: they are one tile. In a loop the compiler keeps all that does not change in shared memory.
     """
     samples, lengths, middle, mix, scale = load_functions(
         support, mean, sigma, weight, head, HASH, D, M, BITS, BD, BM, BB
     )
+    to_mix = tl.zeros((BM, BB), tl.float32)
     # The compiler does not load these ahead: ask for the next tile's.
-    inverse, e, weights = load_narrow(
-        reads, key_weight, key_weight_n, first, n, QUERIES and (TOKENS or SIZE == 0), KEYS and WEIGHTED, BLOCK
+    read: tl.constexpr = QUERIES and (TOKENS or SIZE == 0)
+    next_inverse, next_e, next_weights = load_narrow(
+        reads, key_weight, key_weight_n, first, n, read, KEYS and WEIGHTED, BLOCK
     )
-    if SINGLE:
-        to_mix = token_grad_tile(
-            grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, codes,
-            reads, to_x, to_v, to_key_weight, first, n, inverse, e, weights,
-            samples, lengths, middle, mix, scale,
-            as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count,
-            QUERIES, KEYS, TOKENS, VALUES, WEIGHT, KEY_WEIGHT, MASKED, WEIGHTED,
-            PIECES, PRECISION, GRAD_PRECISION, HASH, SIZE,
-            D, E, F, BITS, BD, BE, BF, BM, BB, BLOCK,
-        )  # fmt: skip
-    else:
-        to_mix = tl.zeros((BM, BB), tl.float32)
-        for start in range(first, last, BLOCK):
-            more = token_grad_tile(
-                grad, grad_n, grad_c, x, x_n, x_c, v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, codes,
-                reads, to_x, to_v, to_key_weight, start, n, inverse, e, weights,
-                samples, lengths, middle, mix, scale,
-                as_query, as_query_ones, as_key, as_key_ones, to_sums, to_ones, to_total, to_count,
-                QUERIES, KEYS, TOKENS, VALUES, WEIGHT, KEY_WEIGHT, MASKED, WEIGHTED,
-                PIECES, PRECISION, GRAD_PRECISION, HASH, SIZE,
-                D, E, F, BITS, BD, BE, BF, BM, BB, BLOCK,
+    # A single step from 0 to 1 is a loop that the compiler leaves out.
+    for step in range(0 if SINGLE else first, 1 if SINGLE else last, 1 if SINGLE else BLOCK):
+        start = first if SINGLE else step
+        inverse, e, weights = next_inverse, next_e, next_weights
+        next_inverse, next_e, next_weights = load_narrow(
+            reads, key_weight, key_weight_n, start + BLOCK, n, read, KEYS and WEIGHTED, BLOCK
+        )
+        if HASH == SIGNS:
+            tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
+            h = exact_signs(tokens, BITS, BB)
+            if MASKED and KEYS:
+                h = clean_signs(h, load_keys(mask, mask_n, start, n, MASKED, BLOCK))
+            f = features_of(h, SIZE, F, BITS, BF, BB)
+        else:
+            h, f = load_features(codes, start, n, SIZE, F, BITS, BF, BB, BLOCK)
+        # With groups of bits a factor of each token waits for the gradient of bits where there is only one.
+        late: tl.constexpr = SIZE > 0 and not (QUERIES and KEYS)
+        factors = tl.full((BLOCK,), 1.0, tl.float32)
+        to_features = tl.zeros((BLOCK, BF), tl.float32)
+        # The paper's form loads the gradient first, a tenth faster; with groups that takes more registers.
+        if QUERIES and SIZE == 0:
+            tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
+            to_features = product(tile, tl.trans(as_query), PIECES, PRECISION) * inverse[:, None]
+            to_features += e[:, None] * as_query_ones[None, :]
+        if KEYS:
+            keys = load_keys(mask, mask_n, start, n, MASKED, BLOCK)
+            weights = tl.where(keys, weights, 0.0)
+            if TOKENS or KEY_WEIGHT:
+                values = load_tile(v, start, n, v_n, v_c, E, BE, BLOCK)
+            if TOKENS:
+                if SIZE == 0:
+                    more = product(values, tl.trans(as_key), PIECES, PRECISION) + as_key_ones[None, :]
+                else:
+                    more = tl.broadcast_to(as_key_ones[None, :], (BLOCK, BF))
+                    more = product(values, tl.trans(as_key), PIECES, PRECISION, more)
+                if late:
+                    to_features, factors = more, weights
+                else:
+                    if WEIGHTED:
+                        more *= weights[:, None]
+                    if MASKED or WEIGHT:
+                        more = tl.where(keys[:, None], more, 0.0)
+                    to_features += more
+            if VALUES or KEY_WEIGHT:
+                tile = product(f, to_sums, PIECES, PRECISION)
+                if SIZE == 0:
+                    tile += to_total[None, :]
+                if MASKED:
+                    tile = tl.where(keys[:, None], tile, 0.0)
+                if KEY_WEIGHT:
+                    wide = values.to(tl.float32)
+                    if MASKED:
+                        wide = tl.where(keys[:, None], wide, 0.0)
+                    below = row_sums(f, to_ones, 2 if PIECES == 1 else 3, PRECISION)
+                    to_weights = tl.sum(tile * wide, axis=1) + below + to_count
+                    rows = start + tl.arange(0, BLOCK)
+                    to_weights = tl.where(keys, to_weights, 0.0)
+                    tl.store(
+                        to_key_weight + rows, to_weights.to(to_key_weight.dtype.element_ty), mask=rows < n
+                    )
+                if VALUES:
+                    if WEIGHTED:
+                        tile *= weights[:, None]
+                    store_tile(to_v, tile, start, n, E, 1, E, BE, BLOCK)
+        if TOKENS:
+            if QUERIES and SIZE > 0:
+                tile = load_tile(grad, start, n, grad_n, grad_c, E, BE, BLOCK)
+                if late:
+                    to_features = e[:, None] * as_query_ones[None, :]
+                    to_features = product(tile, tl.trans(as_query), PIECES, PRECISION, to_features)
+                    factors = inverse
+                else:
+                    to_features += (e * inverse)[:, None] * as_query_ones[None, :]
+                    to_features += product(tile, tl.trans(as_query), PIECES, PRECISION) * inverse[:, None]
+            if SIZE == 0:
+                to_codes = to_features
+            else:
+                to_codes = to_bits(to_features, h, PIECES, PRECISION, SIZE, F, BF, BITS, BB)
+            if late and MASKED and KEYS:
+                to_codes = tl.where(keys[:, None], to_codes, 0.0)  # padding may hold NaN
+            if HASH != SIGNS:
+                tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
+            tile, features, to_y = project_back(
+                tokens, to_codes, factors, samples, lengths, middle, mix, scale,
+                HASH, PRECISION, GRAD_PRECISION, BITS,
             )  # fmt: skip
-            inverse, e, weights = load_narrow(
-                reads, key_weight, key_weight_n, start + BLOCK, n,
-                QUERIES and (TOKENS or SIZE == 0), KEYS and WEIGHTED, BLOCK,
-            )  # fmt: skip
+            store_tile(to_x, tile, start, n, D, 1, D, BD, BLOCK)
             if WEIGHT:
-                to_mix += more
+                to_mix += dot(features, to_y, PRECISION, None, True)
     if WEIGHT:
         sample, bit = tl.arange(0, BM)[:, None], tl.arange(0, BB)[None, :]
         tl.store(to_weight + sample * BITS + bit, to_mix, mask=(sample < M) & (bit < BITS))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ecoformer.backends.triton.forward import gather_tiles
 from ecoformer.backends.triton.groups import (
     MIX,
     SLOPE,
@@ -52,33 +51,6 @@ from ecoformer.backends.triton.state import (
     store_reads,
     store_state,
 )
-
-
-@launched
-def causal_gather(
-    x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n,
-    key_weight, key_weight_b, key_weight_h, key_weight_n, codes, states,
-    support, mean, sigma, weight, n, heads, stretches,
-    MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    HASH: tl.constexpr, SIZE: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
-    STRIDE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Codes of a stretch, and its sums where the running sums expect them: one entry after its own."""
-    row = (tl.program_id(0) // stretches).to(tl.int64)
-    stretch = tl.program_id(0) % stretches
-    batch, head = row // heads, row % heads
-    first = stretch * (STRIDE * BLOCK)
-    sums, ones, total, count = gather_tiles(
-        x + batch * x_b + head * x_h, x_n, x_c, v + batch * v_b + head * v_h, v_n, v_c,
-        mask + batch * mask_b, mask_n, key_weight + batch * key_weight_b + head * key_weight_h, key_weight_n,
-        codes + row * n, first, tl.minimum(first + STRIDE * BLOCK, n), n, support, mean, sigma, weight, head,
-        MASKED, WEIGHTED, PIECES, PRECISION, HASH, True, SIZE,
-        D, E, F, M, BITS, BD, BE, BF, BM, BB, BLOCK, WIDE,
-    )  # fmt: skip
-    states += (row * (stretches + 1) + stretch + 1) * state_size(SIZE, E, F)
-    store_state(states, sums, ones, total, count, SIZE, E, F, BE, BF)
 
 
 @triton.jit

@@ -173,13 +173,17 @@ def gather(
     x, x_b, x_h, x_n, x_c, v, v_b, v_h, v_n, v_c, mask, mask_b, mask_n,
     key_weight, key_weight_b, key_weight_h, key_weight_n, codes, partial,
     support, mean, sigma, weight, n, heads, parts, span,
+    CODES: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
     HASH: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One program sums one of `parts` stretches of `span` tokens of a head."""
+    """One program sums one of `parts` stretches of `span` tokens of a head.
+
+    CAUSAL: the sums go where running sums expect them, one entry after their own.
+    """
     row = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     batch, head = row // heads, row % heads
@@ -188,49 +192,30 @@ def gather(
         x + batch * x_b + head * x_h, x_n, x_c, v + batch * v_b + head * v_h, v_n, v_c,
         mask + batch * mask_b, mask_n, key_weight + batch * key_weight_b + head * key_weight_h, key_weight_n,
         codes + row * n, first, tl.minimum(first + span, n), n, support, mean, sigma, weight, head,
-        MASKED, WEIGHTED, PIECES, PRECISION, HASH, HASH != SIGNS, SIZE,
+        MASKED, WEIGHTED, PIECES, PRECISION, HASH, CODES, SIZE,
         D, E, F, M, BITS, BD, BE, BF, BM, BB, BLOCK, WIDE,
     )  # fmt: skip
-    partial += (row * parts + part) * state_size(SIZE, E, F)
+    entry = row * parts + part
+    if CAUSAL:
+        entry += row + 1
+    partial += entry * state_size(SIZE, E, F)
     store_state(partial, sums, ones, total, count, SIZE, E, F, BE, BF)
 
 
 @launched
 def read(
-    codes, partial, state, out, out_b, out_h, out_n, out_c, floor,
-    n, heads, state_parts, parts, span, beta,
-    PIECES: tl.constexpr, PRECISION: tl.constexpr, SIZE: tl.constexpr,
-    E: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr,
-    BE: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program adds up its head's state and reads it for a stretch of tokens; the first one stores it."""
-    row = (tl.program_id(0) // parts).to(tl.int64)
-    part = tl.program_id(0) % parts
-    batch, head = row // heads, row % heads
-    size = state_size(SIZE, E, F)
-    sums, ones, total, count = load_summed(
-        partial + row * state_parts * size, state + row * size, state_parts, (part == 0) & (state_parts > 1),
-        floor, head, SIZE, E, F, BE, BF,
-    )  # fmt: skip
-    first = part * span
-    read_tiles(
-        codes + row * n, out + batch * out_b + head * out_h, out_n, out_c, first,
-        tl.minimum(first + span, n), n, sums, ones, total, count, beta, PIECES, PRECISION, SIZE,
-        E, F, BITS, BE, BF, BB, BLOCK,
-    )  # fmt: skip
-
-
-@launched
-def hash_and_read(
     x, x_b, x_h, x_n, x_c, codes, partial, state, out, out_b, out_h, out_n, out_c,
     support, mean, sigma, weight, floor, n, heads, state_parts, parts, span, beta,
-    PIECES: tl.constexpr, PRECISION: tl.constexpr,
+    HASHED: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
     HASH: tl.constexpr, SIZE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`read` for queries with codes of their own, which it computes."""
+    """One program adds up its head's state and reads it for a stretch of tokens; the first one stores it.
+
+    HASHED: queries have codes of their own, which it computes; else `gather` has stored them.
+    """
     row = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     batch, head = row // heads, row % heads
@@ -239,23 +224,31 @@ def hash_and_read(
         partial + row * state_parts * size, state + row * size, state_parts, (part == 0) & (state_parts > 1),
         floor, head, SIZE, E, F, BE, BF,
     )  # fmt: skip
-    samples, lengths, middle, mix, scale = load_functions(
-        support, mean, sigma, weight, head, HASH, D, M, BITS, BD, BM, BB
-    )
     x += batch * x_b + head * x_h
+    codes += row * n
     out += batch * out_b + head * out_h
     first = part * span
-    for start in range(first, tl.minimum(first + span, n), BLOCK):
-        tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
-        h, mark = hash_tile(
-            tokens, start + tl.arange(0, BLOCK) < n, samples, lengths, middle, mix, scale,
-            codes + row * n, start, n, HASH, PRECISION, HASH != SIGNS, BITS, BB, BLOCK,
+    last = tl.minimum(first + span, n)
+    if not HASHED:
+        read_tiles(
+            codes, out, out_n, out_c, first, last, n, sums, ones, total, count, beta,
+            PIECES, PRECISION, SIZE, E, F, BITS, BE, BF, BB, BLOCK,
         )  # fmt: skip
-        f = features_of(h, SIZE, F, BITS, BF, BB)
-        if HASH == SIGNS:
-            mark = 1.0
-        tile = read_tile(f, sums, ones, total, count, beta, mark, PIECES, PRECISION, SIZE)
-        store_tile(out, tile, start, n, out_n, out_c, E, BE, BLOCK)
+    else:
+        samples, lengths, middle, mix, scale = load_functions(
+            support, mean, sigma, weight, head, HASH, D, M, BITS, BD, BM, BB
+        )
+        for start in range(first, last, BLOCK):
+            tokens = load_tile(x, start, n, x_n, x_c, D, BD, BLOCK)
+            h, mark = hash_tile(
+                tokens, start + tl.arange(0, BLOCK) < n, samples, lengths, middle, mix, scale,
+                codes, start, n, HASH, PRECISION, HASH != SIGNS, BITS, BB, BLOCK,
+            )  # fmt: skip
+            f = features_of(h, SIZE, F, BITS, BF, BB)
+            if HASH == SIGNS:
+                mark = 1.0
+            tile = read_tile(f, sums, ones, total, count, beta, mark, PIECES, PRECISION, SIZE)
+            store_tile(out, tile, start, n, out_n, out_c, E, BE, BLOCK)
 
 
 @launched

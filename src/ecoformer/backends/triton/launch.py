@@ -168,7 +168,7 @@ class Launches(Plan):
         """What to do where a GPU has no room for a step over the tokens `x`."""
         return partial(reduce, step, self.sizes(x), config)
 
-    def state_room(self, *lead: int) -> Place:
+    def state_memory(self, *lead: int) -> Place:
         """Room for states."""
         return self.room((*lead, self.width))
 
@@ -325,8 +325,12 @@ class _Forward(Launches):
 
     def _two_passes(self) -> None:
         q, out, state = self.q, self.out, self.state
-        partial, parts = self._gather(self.k, self.codes[-1], state)
-        step: Step = "gather" if self.stored and not self.shared else "read"
+        config = self.config("gather", self.k)
+        parts, span = self.stretches(config, self.k.shape[2])
+        partial = state if parts == 1 else self.state_memory(self.rows, parts)
+        self._gather(parts, span, partial, self.smaller("gather", self.k, config), self.tall(config))
+        hashed = not (self.shared and self.stored)
+        step: Step = "gather" if hashed and self.stored else "read"
         if self.grouped:
             self.mix_parts(partial, parts, self.table, keep=state if parts > 1 else None)
             partial, parts = self.table, 1
@@ -334,49 +338,35 @@ class _Forward(Launches):
             partial, parts = self.add_parts(partial, parts, state, step, q)
         config = self.config(step, q)
         stretches, span = self.stretches(config, q.shape[2])
-        grid, options = (self.rows * stretches, self.smaller(step, q, config)), self.options(config)
-        sizes = (self.levels[2], q.shape[2], self.heads, parts, stretches, span, self.beta)
-        if self.shared and self.stored:
-            self.launch(
-                ahead.read, *grid,
-                self.codes[0], partial, state, out, *out.strides, *sizes,
-                **self.exact, **self.reading, **options,
-            )  # fmt: skip
-        else:
-            self.launch(
-                ahead.hash_and_read, *grid,
-                q, *q.strides, self.codes[0], partial, state, out, *out.strides,
-                *self.functions.tensors, *sizes,
-                **self.exact, **self.hashing(self.functions), **options,
-            )  # fmt: skip
-
-    def _gather(self, x: Place, codes: Place, state: Place) -> tuple[Place, int]:
-        """Codes of the keys, and partial states of every head, and how many of these."""
-        config = self.config("gather", x)
-        parts, span = self.stretches(config, x.shape[2])
-        partial = state if parts == 1 else self.state_room(self.rows, parts)
         self.launch(
-            ahead.gather, self.rows * parts, self.smaller("gather", x, config),
-            *self._keys(x), codes, partial, *self.key_functions.tensors,
-            x.shape[2], self.heads, parts, span,
-            **self.masked, **self.exact, **self.hashing(self.key_functions), **self.tall(config),
+            ahead.read, self.rows * stretches, self.smaller(step, q, config),
+            q, *q.strides, self.codes[0], partial, state, out, *out.strides, *self.functions.tensors,
+            self.levels[2], q.shape[2], self.heads, parts, stretches, span, self.beta,
+            HASHED=hashed, **self.exact, **self.hashing(self.functions), **self.options(config),
         )  # fmt: skip
-        return partial, parts
+
+    def _gather(
+        self, parts: int, span: int, partial: Place, smaller: Shrink, options: dict[str, int]
+    ) -> None:
+        """Codes of the keys, and states of so many parts of every head."""
+        x = self.k
+        self.launch(
+            ahead.gather, self.rows * parts, smaller,
+            *self._keys(x), self.codes[-1], partial, *self.key_functions.tensors,
+            x.shape[2], self.heads, parts, span, CODES=self.stored, CAUSAL=self.causal,
+            **self.masked, **self.exact, **self.hashing(self.key_functions), **options,
+        )  # fmt: skip
 
     def _causal(self) -> None:
-        q, out, (codes, *_, key_codes), running = self.q, self.out, 2 * self.codes, self.state
-        stretches, sizes = running.shape[2] - 1, self.in_order()
-        grid, counts = (self.rows * stretches, nothing_smaller), (q.shape[2], self.heads, stretches)
-        self.launch(
-            causal.causal_gather, *grid,
-            *self._keys(self.k), key_codes, running, *self.key_functions.tensors, *counts,
-            **self.masked, **self.exact, **self.hashing(self.key_functions), **sizes,
-        )  # fmt: skip
+        q, out, running = self.q, self.out, self.state
+        codes, key_codes = self.codes[0], self.codes[-1]
+        stretches, config = running.shape[2] - 1, causal_config(self._sizes)
+        self._gather(stretches, config.block * config.stride, running, nothing_smaller, self.tall(config))
         self.running_sums(running, stretches, False)
         self.launch(
-            causal.causal_read, *grid,
+            causal.causal_read, self.rows * stretches, nothing_smaller,
             *self._keys(q), codes, key_codes, running, out, *out.strides,
-            *self.functions.tensors, *self.levels, *counts, self.beta,
+            *self.functions.tensors, *self.levels, q.shape[2], self.heads, stretches, self.beta,
             SHARED=self.shared, **self.whole, **self.masked, **self.exact,
             **self.hashing(self.functions), **self.in_order(light=not self.weighted["WEIGHTED"]),
         )  # fmt: skip

@@ -112,7 +112,7 @@ class _Backward(Launches):
         return for_tokens, self.for_key_hash, self.for_v, self.for_key_weight
 
     def _causal(self) -> None:
-        (codes, *_, key_codes), running = 2 * self.codes, self.state
+        codes, key_codes, running = self.codes[0], self.codes[-1], self.state
         stretches, sizes = running.shape[2] - 1, self.in_order()
         shared, partial = {"SHARED": self.shared}, self.room(running.shape)
         counts = (self.q.shape[2], self.heads, stretches, self.beta)
@@ -159,7 +159,7 @@ class _Backward(Launches):
         """What `token_grad` loads: for queries, for keys and for values, and how many parts to add up."""
         config = self.config("gather_grad", q)
         parts, span = self.stretches(config, q.shape[2])
-        partial = self.state_room(self.rows, parts)
+        partial = self.state_memory(self.rows, parts)
         self.launch(
             kernels.gather_grad, self.rows * parts, self.smaller("gather_grad", q, config),
             *self._inputs(q)[:10], self.codes[0], self.reads, self.state, self.table, partial,
@@ -168,7 +168,7 @@ class _Backward(Launches):
             **self.weighted, **self.summing, **self.reading, **self.tall(config),
         )  # fmt: skip
         if self.grouped:
-            to_buckets, walsh, state_walsh = (self.state_room(self.rows) for _ in range(3))
+            to_buckets, walsh, state_walsh = (self.state_memory(self.rows) for _ in range(3))
             stretches = ceiling(self.reading["E"], self.mixed_columns())
             terms, coefficients = self._level_terms(stretches), (walsh, self.state, state_walsh)
             self.mix_parts(partial, parts, to_buckets, walsh=coefficients, to_levels=terms)
@@ -204,7 +204,7 @@ class _Backward(Launches):
     def _attend_back(self, q: Place) -> None:
         self.to_q, weights, flags = self._memory_for(q, self.functions, 1, True, True)
         config = self.config("gather_grad", q)
-        mixed = [self.state_room(self.rows) for _ in range(4)] if self.grouped else [self.state] * 4
+        mixed = [self.state_memory(self.rows) for _ in range(4)] if self.grouped else [self.state] * 4
         terms = self._level_terms(1)
         self.launch(
             kernels.attend_back, self.rows, self.smaller("gather_grad", q, config),
