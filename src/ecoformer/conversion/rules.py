@@ -65,6 +65,8 @@ def register_conversion(layer_class: type[nn.Module] | str, **rule: Any) -> None
     ... )
     """
     name = layer_class if isinstance(layer_class, str) else _dotted_name(layer_class)
+    if isinstance(rule.get("drops"), str):
+        rule["drops"] = (rule["drops"],)
     _RULES[name] = Rule(**rule)
 
 
