@@ -49,7 +49,7 @@ def layer(case):
     if made.local is not None:
         nn.init.normal_(made.local.weight)
     if getattr(made, "key_weights", None) is not None:
-        nn.init.normal_(made.key_weights.weight)
+        nn.init.normal_(made.key_weights.exponent.weight)
     fit_hashers(made, [tokens_and_mask()[0]], options=FitOptions(steps=5), group="alone", progress=False)
     return made
 

@@ -45,22 +45,22 @@ class LearnedAffinity(nn.Module):
         return Affinity(beta.shape[1], beta.clamp_min(_SMALLEST), weight.clamp_min(_SMALLEST), check=False)
 
 
-class KeyWeights(nn.Linear):
+class KeyWeights(nn.Module):
     """How much each key counts, a power of two for every head: a shift in hardware.
 
     A linear map of the token gives the exponent, rounded, and kept between -12 and 12 by a tanh. It starts at
     0: all keys count 1. The gradient passes the rounding as if it were not there.
     """
 
-    def reset_parameters(self) -> None:
-        """All exponents zero."""
-        nn.init.zeros_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+    def __init__(self, dim: int, num_heads: int, bias: bool) -> None:
+        super().__init__()
+        self.exponent = nn.Linear(dim, num_heads, bias=bias)
+        for parameter in self.exponent.parameters():
+            nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens (B, N, dim) to weights (B, H, N) in the dtype of projections, where they are exact."""
-        projected = super().forward(x)
+        projected = self.exponent(x)
         exponent = LARGEST_EXPONENT * torch.tanh(_wide(projected) / LARGEST_EXPONENT)
         rounded = exponent + (exponent.round() - exponent).detach()
         return torch.exp2(rounded).to(projected.dtype).transpose(1, 2)
@@ -113,7 +113,7 @@ class HashedAttention(Attention):
         self.groups, self.separate = groups, separate
         self.hasher = hasher
         self.affinity = None if groups is None else LearnedAffinity(num_heads, groups)
-        self.key_weights = KeyWeights(dim, num_heads, bias=has_bias) if key_weights else None
+        self.key_weights = KeyWeights(dim, num_heads, has_bias) if key_weights else None
 
     def attend(
         self,

@@ -110,14 +110,17 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 def _layer(found: Found) -> dict[str, Any]:
     facts: dict[str, Any] = {"name": found.name, "attention": found.kind}
-    if found.source is not None:
-        facts |= {"dim": found.source.dim, "heads": found.source.num_heads}
-    hasher, local = (getattr(found.inner, name, None) for name in ("hasher", "local"))
+    sized = found.inner if found.source is None else found.source
+    if found.ours or found.source is not None:
+        facts |= {"dim": sized.dim, "heads": sized.num_heads}
+    hasher, local, groups = (getattr(found.inner, name, None) for name in ("hasher", "local", "groups"))
     if hasher is not None:
         facts |= {"bits": hasher.bits, "fitted": bool(hasher.fitted)}
+    if groups is not None:
+        facts["groups"] = groups
     if isinstance(local, nn.Module) and hasattr(local, "size"):
         facts["local"] = local.size
-    if found.refusal is not None:
+    if found.refusal is not None and not found.ours:
         facts["cannot be converted"] = found.refusal
     return facts
 

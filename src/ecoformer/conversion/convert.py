@@ -296,6 +296,8 @@ def _notes(model: nn.Module, pairs: list[tuple[Found, Attention]]) -> list[str]:
         notes.append("dropout of attention weights is left behind: there are no weights")
     if not all(attention.hasher.is_fitted for attention in hashed):
         notes.append(NOT_FITTED)
+    if any(attention.projects_to_codes for attention in hashed):
+        notes.append("codes come from random hyperplanes on queries and keys: fine-tune or distill the model")
     return notes
 
 
