@@ -17,7 +17,7 @@ from ecoformer.backends.fused import FusedCall, empty_out
 from ecoformer.backends.hashing import HashFunctions, Signs
 from ecoformer.backends.triton import backward, causal, forward, groups, launch, launch_backward, state
 from ecoformer.backends.triton.hashing import COUNTS
-from ecoformer.backends.triton.plans import Place
+from ecoformer.backends.triton.plans import Slot
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled")
 
@@ -84,7 +84,7 @@ def launches(case):
     call = FusedCall(q, k, v, mask, key_weight, functions, None, *levels, 32.0, case.causal)
     out = empty_out(q, v)
     ahead = launch._Forward(call, [*launch.tensors_of(call), out], True)
-    saved = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in launch._rooms(call)]
+    saved = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in launch._saved_shapes(call)]
     needs = tuple(x is not None for x in call.differentiable())
     back = launch_backward._Backward(call, [*launch.tensors_of(call), out, *saved], needs)
     return [*ahead._launches, *back._launches]
@@ -100,7 +100,7 @@ def compiled(launched):
         aligned = False
         if place >= len(arguments) or (x == 1 and name not in plain):
             types[name], constants[(place,)] = "constexpr", x
-        elif isinstance(x, Place):
+        elif isinstance(x, Slot):
             types[name], aligned = POINTERS[x.dtype], True
         elif isinstance(x, float):
             types[name] = "fp32"

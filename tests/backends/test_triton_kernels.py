@@ -563,6 +563,39 @@ def test_padding_may_hold_anything(kernels, causal):
     assert torch.equal(out[~padding], clean[0][~padding])
 
 
+PROJECTIONS = Case(40, bits=8, groups=2, n_k=40, signs=True, weighted=True, heads=1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_padded_projections_may_hold_anything(kernels, causal):
+    call = make(PROJECTIONS._replace(masked=True, causal=causal))
+    grad = torch.randn(2, 1, 40, 16).to(DEVICE)
+    padding = call.mask[:, None]
+    clean = by_kernels(kernels, call, grad)
+    call.v[padding], call.k[padding] = torch.nan, torch.nan
+    for x, y in zip(clean, by_kernels(kernels, call, grad), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_nan_and_infinity_in_projections(kernels, causal):
+    """The sign of infinity is a sign. NaN stays in its row as a query, in its head as a key."""
+    call = make(PROJECTIONS._replace(causal=causal))
+    call.q[0, 0, 20, 3], call.k[0, 0, 7, 5] = torch.inf, -torch.inf
+    finite = call._replace(q=call.q.clamp(-9, 9), k=call.k.clamp(-9, 9))
+    out = kernels.forward(finite)[0]
+    assert torch.equal(kernels.forward(call)[0], out)
+    call.q[0, 0, 20, 3] = torch.nan
+    found = kernels.forward(call)[0]
+    assert found[0, 0, 20].isnan().all()
+    assert torch.equal(found[:, :, :20], out[:, :, :20])
+    assert torch.equal(found[1], out[1])
+    call.k[0, 0, 30, 0] = torch.nan
+    found = kernels.forward(call)[0]
+    assert found[0, 0, 30:].isnan().all()
+    assert torch.equal(found[1], out[1])
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_zero_token_gets_its_gradient(kernels, causal):
     call = make(Case(33, batch=1, heads=1, causal=causal))

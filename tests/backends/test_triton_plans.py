@@ -61,9 +61,9 @@ class Example(Plan):
 
     def __init__(self, function, x, shrink=nothing_smaller):
         super().__init__(x.device, [None, x])
-        place = self.places[1]
-        self.room((3,), torch.int16)
-        between, out = self.room((5, 2)), self.output((4,), torch.float16)
+        place = self.slots[1]
+        self.scratch((3,), torch.int16)
+        between, out = self.scratch((5, 2)), self.output((4,), torch.float16)
         self.launch(
             function, 3, shrink, place, *place.strides, 0.5, between, out, BLOCK=64, WIDTH=32, num_warps=4
         )
@@ -125,7 +125,7 @@ def test_a_launch_leaves_the_plan_as_it_was(function):
     before = [list(ready.arguments) for ready in plan._ready[True, True, True, True]]
     plans.run("key", lambda: None, [None, x])
     assert [ready.arguments for ready in plan._ready[True, True, True, True]] == before
-    assert isinstance(before[0][0], plans.Place)
+    assert isinstance(before[0][0], plans.Slot)
 
 
 def test_addresses_that_16_does_not_divide_share_code(function):

@@ -4,8 +4,8 @@
 Entry c of the running sums is the state before stretch c. Within a block all pairs are formed: with w_ts the
 affinity of t and s for keys s <= t, token t reads the sum of w_ts v_s plus what it reads from the state.
 
-With groups of bits a query's features are mixed as they meet those of keys: w_ts = (f_t T) . f_s. States are
-buckets, their gradients those of tables; both are large, so that a stretch has several blocks.
+With groups of bits a query's features are mixed before they meet those of keys: w_ts = (f_t T) . f_s. States
+are buckets, their gradients those of tables. Both are large, so a stretch has several blocks.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def load_values(
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     E: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Which tokens of a block are keys, their weights (BLOCK,), and values, zero where they are not."""
+    """Which tokens of a block are keys, their weights (BLOCK,), and values, zero for padding."""
     keys = load_keys(mask, mask_n, start, n, MASKED, BLOCK)
     values = load_tile(v, start, n, v_n, v_c, E, BE, BLOCK)
     if MASKED:
@@ -79,6 +79,21 @@ def load_values(
     if WEIGHTED:
         weights *= load_weights(key_weight, key_weight_n, start, n, BLOCK)
     return keys, weights, values
+
+
+@triton.jit
+def load_both(
+    key_codes, codes, start, n, SHARED: tl.constexpr,
+    SIZE: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Codes and features of a block's keys, and of its queries, which are the same if SHARED."""
+    h, f = load_features(key_codes, start, n, SIZE, F, BITS, BF, BB, BLOCK)
+    if SHARED:
+        return h, f, h, f
+    else:
+        h_q, f_q = load_features(codes, start, n, SIZE, F, BITS, BF, BB, BLOCK)
+        return h, f, h_q, f_q
 
 
 @triton.jit
@@ -203,7 +218,7 @@ def causal_read(
             support, mean, sigma, weight, head, HASH, D, M, BITS, BD, BM, BB
         )
     first = stretch * (STRIDE * BLOCK)
-    # One block is a loop that the compiler leaves out.
+    # The compiler removes a loop over one block.
     blocks = 1 if STRIDE == 1 else tl.cdiv(tl.minimum(STRIDE * BLOCK, n - first), BLOCK)
     for block in range(0, blocks):
         start = first + block * BLOCK
@@ -262,17 +277,16 @@ def causal_gather_grad(
     to_ones = tl.zeros((BF,), tl.float32)
     to_total, to_count = tl.zeros((BE,), tl.float32), 0.0
     first = stretch * (STRIDE * BLOCK)
-    # One block is a loop that the compiler leaves out.
+    # The compiler removes a loop over one block.
     blocks = 1 if STRIDE == 1 else tl.cdiv(tl.minimum(STRIDE * BLOCK, n - first), BLOCK)
     for block in range(0, blocks):
         start = first + block * BLOCK
         keys, weights, values = load_values(
             v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, start, n, MASKED, WEIGHTED, E, BE, BLOCK
         )
-        h, f = load_features(key_codes + row * n, start, n, SIZE, F, BITS, BF, BB, BLOCK)
-        h_q, f_q = h, f
-        if not SHARED:
-            h_q, f_q = load_features(codes + row * n, start, n, SIZE, F, BITS, BF, BB, BLOCK)
+        h, f, h_q, f_q = load_both(
+            key_codes + row * n, codes + row * n, start, n, SHARED, SIZE, F, BITS, BF, BB, BLOCK
+        )
         above, inverse, at_floor = causal_tops(
             mixed_features(f_q, matrix, PIECES, PRECISION, SIZE), f, keys, weights, values,
             sums, ones, total, count, beta, least, WHOLE, WEIGHTED, PIECES, PRECISION, SIZE, BF, BLOCK,
@@ -318,9 +332,9 @@ def causal_token_grad(
 ):  # fmt: skip
     """Gradients of a stretch's tokens (QUERIES, KEYS or both), and of values and weights.
 
-    They come from the state before a block, from tokens after it, and from the block itself. Several blocks
-    of queries go from first to last, those of keys from last to first; so where queries are the keys, what
-    they get as queries goes through memory in `to_bit`: STORED, then ADDED.
+    They come from the state before a block, from tokens after it, and from the block itself. Blocks of
+    queries go from first to last, those of keys from last to first. Where queries are the keys, their
+    gradient as queries is STORED in `to_bit`, and ADDED in the launch for keys.
     """
     row = (tl.program_id(0) // stretches).to(tl.int64)
     stretch = tl.program_id(0) % stretches
@@ -358,10 +372,9 @@ def causal_token_grad(
             keys, weights, values = load_values(
                 v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, start, n, MASKED, WEIGHTED, E, BE, BLOCK
             )
-        h, f = load_features(key_codes + row * n, start, n, SIZE, F, BITS, BF, BB, BLOCK)
-        h_q, f_q = h, f
-        if not SHARED:
-            h_q, f_q = load_features(codes + row * n, start, n, SIZE, F, BITS, BF, BB, BLOCK)
+        h, f, h_q, f_q = load_both(
+            key_codes + row * n, codes + row * n, start, n, SHARED, SIZE, F, BITS, BF, BB, BLOCK
+        )
         g_q = mixed_features(f_q, matrix, PIECES, PRECISION, SIZE)
         w, seen = pairs(g_q, f, keys, beta, PIECES, PRECISION, SIZE, BLOCK)
         if KEY_WEIGHT:
@@ -388,21 +401,9 @@ def causal_token_grad(
         if (TOKENS or LEVELS) and not KEY_WEIGHT:
             if STRIDE == 1:
                 keys, weights, values = load_values(
-                    v,
-                    v_n,
-                    v_c,
-                    mask,
-                    mask_n,
-                    key_weight,
-                    key_weight_n,
-                    start,
-                    n,
-                    MASKED,
-                    WEIGHTED,
-                    E,
-                    BE,
-                    BLOCK,
-                )
+                    v, v_n, v_c, mask, mask_n, key_weight, key_weight_n, start, n,
+                    MASKED, WEIGHTED, E, BE, BLOCK,
+                )  # fmt: skip
             to_pairs = product(a, tl.trans(values), PIECES, PRECISION) + e[:, None]
             to_pairs = tl.where(seen, to_pairs, 0.0)
         to_features = tl.zeros((BLOCK, BF), tl.float32)

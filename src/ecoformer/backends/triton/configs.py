@@ -17,10 +17,10 @@ STEPS: tuple[Step, ...] = ("gather", "read", "gather_grad", "token_grad")
 ONE_TILE = 1 << 20
 """As `Config.per_sm`: as many programs as there are tiles."""
 SHORT, SHORTEST, FEW = 512, 128, 128
-"""Tokens up to which one program does a whole head, in one launch instead of two; up to which it does so if
-there are fewer heads than this to keep a GPU busy."""
+"""Tokens up to which one program computes a head, in one launch instead of two: in general, and with fewer
+than FEW heads to keep a GPU busy."""
 MANY = 1 << 17
-"""Tokens of all heads from which there is enough to do for programs of one warp."""
+"""Tokens of all heads from which there is enough work for programs of one warp."""
 LIGHT, LIGHT_GROUPS, HEAVY = 400, 500, 1000
 """Bytes of a token on the chip up to which one or two warps suffice (the second with groups of bits), and up
 to which four do."""
@@ -40,7 +40,7 @@ class Config(NamedTuple):
     stages: int
     """Depth of the loads' pipeline."""
     per_sm: int
-    """Programs for each multiprocessor; 0 lets one program do a whole head, in one launch for both passes."""
+    """Programs for each multiprocessor; 0: one program for each head, in one launch for both passes."""
     stride: int = 1
     """In causal order, blocks of a stretch: there is one state for each stretch."""
 
@@ -76,7 +76,7 @@ class Sizes(NamedTuple):
 
     @property
     def bulk(self) -> int:
-        """Bytes that a token takes on the chip, roughly: anything but bf16 is widened there."""
+        """Bytes of a token on the chip, roughly: anything but bf16 is widened there."""
         widths = (self.dim, self.value_dim, self.support, self.features or self.bits)
         return sum(padded(width) for width in widths if width) * (2 if self.dtype == torch.bfloat16 else 4)
 
@@ -86,7 +86,7 @@ _reduced: dict[tuple[Step, Sizes], Config] = {}
 
 
 def choose(step: Step, sizes: Sizes) -> Config:
-    """The configuration on trial, else the one that was found to fit, or the default."""
+    """The configuration of a `trial`, or a reduced one, or the default."""
     if step in _trials:
         return _trials[step]
     if (step, sizes) in _reduced:
@@ -95,7 +95,7 @@ def choose(step: Step, sizes: Sizes) -> Config:
 
 
 def reduce(step: Step, sizes: Sizes, config: Config) -> Config | None:
-    """A smaller configuration where a GPU has no room for this one, from now on; None if there is none."""
+    """Use a smaller configuration from now on, for lack of memory on the chip; None if there is none."""
     if config.stages > 1:
         smaller = config._replace(stages=1)
     elif step == "token_grad" and config.per_sm < ONE_TILE:
@@ -181,7 +181,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @contextmanager
 def trial(**configs: Config) -> Iterator[None]:
-    """Use these configurations, by step, whatever was measured."""
+    """Use these configurations, by step."""
     before = dict(_trials)
     _trials.update(configs)  # type: ignore[arg-type]
     plans.forget()

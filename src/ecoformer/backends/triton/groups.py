@@ -80,29 +80,23 @@ def features_of(
 def turned_features(
     h, HALF: tl.constexpr, WIDE: tl.constexpr,
     SIZE: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
+    factors=None,
 ):  # fmt: skip
-    """The same (BF, BLOCK) for groups of bits, in fp16 if HALF. WIDE: see `tall_product`."""
-    offset = tl.full((1, 1), 1.0 - 0.5 * SIZE, tl.float32).to(tl.float16 if HALF else tl.bfloat16)
+    """The same (BF, BLOCK) for groups of bits, in fp16 if HALF. WIDE: see `tall_product`.
+
+    With `factors` (BLOCK,) features are multiplied by these, which are not negative. They and SIZE times
+    them must be exact in bf16, so SIZE is 1, 2 or 4.
+    """
+    if factors is None:
+        offset = tl.full((1, 1), 1.0 - 0.5 * SIZE, tl.float32).to(tl.float16 if HALF else tl.bfloat16)
+    else:
+        offset = ((1.0 - 0.5 * SIZE) * factors).to(tl.bfloat16)[None, :]
+        if INTERPRETED:  # which has no bf16 arithmetic
+            h = (h.to(tl.float32) * factors[:, None]).to(tl.bfloat16)
+        else:
+            h = h * factors.to(tl.bfloat16)[:, None]
     turned = tl.trans(patterns(SIZE, F, BITS, BF, BB))
     return ramp(tall_product(turned, tl.trans(h), 1, "ieee", WIDE), offset, HALF)
-
-
-@triton.jit
-def turned_multiples(
-    h, factors, WIDE: tl.constexpr,
-    SIZE: tl.constexpr, F: tl.constexpr, BITS: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
-):  # fmt: skip
-    """The same in bf16, times `factors` (BLOCK,), which are exact in bf16 and not negative.
-
-    SIZE times a factor must be exact in bf16 too, so SIZE is 1, 2 or 4.
-    """
-    offset = ((1.0 - 0.5 * SIZE) * factors).to(tl.bfloat16)[None, :]
-    turned = tl.trans(patterns(SIZE, F, BITS, BF, BB))
-    if INTERPRETED:  # which has no bf16 arithmetic
-        multiples = (h.to(tl.float32) * factors[:, None]).to(tl.bfloat16)
-    else:
-        multiples = h * factors.to(tl.bfloat16)[:, None]
-    return ramp(tall_product(turned, tl.trans(multiples), 1, "ieee", WIDE), offset, False)
 
 
 @triton.jit
@@ -119,7 +113,7 @@ def add_multiples(
     high = factors.to(tl.bfloat16).to(tl.float32)
     if PIECES == 2:  # cut, so that the rest is not negative
         high = (factors.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-    turned = turned_multiples(h, high, WIDE, SIZE, F, BITS, BF, BB)
+    turned = turned_features(h, False, WIDE, SIZE, F, BITS, BF, BB, high)
     sums = tall_product(turned, b, 1, "ieee", WIDE, sums)
     columns = tall_sums(turned, column, COLUMN_PIECES, "ieee", WIDE, columns)
     if PIECES == 2:

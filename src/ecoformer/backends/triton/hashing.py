@@ -289,17 +289,8 @@ def store_packed(base, packed, start, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def signs_of(y, BITS: tl.constexpr, BB: tl.constexpr):
-    """Codes as ±1 in fp32, zero beyond BITS; sign(0) is +1, and NaN counts as -1: see `marks`."""
-    signs = tl.where(y >= 0, 1.0, -1.0)
-    if BITS < BB:
-        signs = tl.where((tl.arange(0, BB) < BITS)[None, :], signs, 0.0)
-    return signs
-
-
-@triton.jit
 def exact_signs(y, BITS: tl.constexpr, BB: tl.constexpr):
-    """The same in bf16 of projections y that were loaded, where NaN stays NaN."""
+    """Codes ±1 in bf16 of projections y, zero beyond BITS; sign(0) is +1 and NaN stays NaN."""
     if INTERPRETED or y.dtype != tl.bfloat16:
         signs = tl.where(y >= 0, 1.0, tl.where(y < 0, -1.0, float("nan"))).to(tl.bfloat16)
     else:
@@ -330,13 +321,6 @@ def clean_signs(signs, keys):
 def load_signs(base, start, n, stride_n, stride_c, BITS: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr):
     """Codes ±1 in bf16 of a tile of projections."""
     return exact_signs(load_tile(base, start, n, stride_n, stride_c, BITS, BB, BLOCK), BITS, BB)
-
-
-@triton.jit
-def marks(tokens, keys):
-    """1 for keys (BLOCK,), 0 for other tokens, NaN for keys that hold NaN or infinity."""
-    wide = tokens.to(tl.float32)
-    return tl.where(keys, 1.0 + 0.0 * tl.sum(wide * wide, axis=1), 0.0)
 
 
 @triton.jit
@@ -388,34 +372,31 @@ def token_features(x, samples, lengths, middle, scale, HASH: tl.constexpr, PRECI
 
 
 @triton.jit
-def project(x, samples, lengths, middle, mix, scale, HASH: tl.constexpr, PRECISION: tl.constexpr):
-    """Real numbers (BLOCK, BB) whose signs are the codes, divided by the largest weight."""
-    features, _, _ = token_features(x, samples, lengths, middle, scale, HASH, PRECISION)
-    y, _ = weigh(features, mix)
-    return y
-
-
-@triton.jit
 def hash_tile(
     tokens, keys, samples, lengths, middle, mix, scale, codes, start, n,
     HASH: tl.constexpr, PRECISION: tl.constexpr, CODES: tl.constexpr,
     BITS: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Codes of tokens as ±1 in bf16, stored as integers if CODES, and `marks`.
+    """Codes of tokens as ±1 in bf16, stored as integers if CODES, and marks (BLOCK,).
 
-    Packed codes cannot hold NaN; signs that are not packed can, and need no marks.
+    A mark is 1 for a key, 0 for another token, and NaN for a key that holds NaN or infinity: packed codes
+    cannot hold NaN, and count it as -1. The signs of SIGNS hold NaN themselves.
     """
+    wide = tokens.to(tl.float32)
     if HASH == SIGNS:
+        y = wide
         h = exact_signs(tokens, BITS, BB)
         mark = keys.to(tl.float32)
-        if CODES:
-            store_packed(codes, pack(tokens.to(tl.float32), BITS, BB), start, n, BLOCK)
     else:
-        y = project(tokens, samples, lengths, middle, mix, scale, HASH, PRECISION)
-        h = signs_of(y, BITS, BB).to(tl.bfloat16)
-        mark = marks(tokens, keys)
-        if CODES:
-            store_packed(codes, pack(y, BITS, BB), start, n, BLOCK)
+        features, _, _ = token_features(tokens, samples, lengths, middle, scale, HASH, PRECISION)
+        y, _ = weigh(features, mix)
+        signs = tl.where(y >= 0, 1.0, -1.0)
+        if BITS < BB:
+            signs = tl.where((tl.arange(0, BB) < BITS)[None, :], signs, 0.0)
+        h = signs.to(tl.bfloat16)
+        mark = tl.where(keys, 1.0 + 0.0 * tl.sum(wide * wide, axis=1), 0.0)
+    if CODES:
+        store_packed(codes, pack(y, BITS, BB), start, n, BLOCK)
     return h, mark
 
 

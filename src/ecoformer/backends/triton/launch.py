@@ -1,4 +1,4 @@
-"""Tensors to kernels: room for results, grids, and the order of the forward's launches."""
+"""From tensors to kernels: memory, grids, and the order of the forward's launches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ecoformer.backends.triton import forward as ahead
 from ecoformer.backends.triton import state as states
 from ecoformer.backends.triton.configs import Config, Sizes, Step, causal_config, choose, padded, reduce
 from ecoformer.backends.triton.hashing import KERNEL, PLANES, SIGNS
-from ecoformer.backends.triton.plans import Place, Plan, Shrink, Tensors, form
+from ecoformer.backends.triton.plans import Plan, Shrink, Slot, Tensors, form
 
 HASH_PRECISION = "tf32x3"
 """How fp32 matrices are multiplied where codes depend on it: "tf32x3" (three products on tensor cores, about
@@ -26,7 +26,7 @@ TENSORS = 16
 _FEW = 64
 """Heads with fewer than this take more programs to mix."""
 _CHEAP_TO_ADD = 16 << 20
-"""Bytes of partial states that readers may load to add them up themselves: about the time of a launch."""
+"""Bytes of partial states that readers may add up themselves: they take about as long as a launch."""
 
 
 def ceiling(whole: int, part: int) -> int:
@@ -57,7 +57,7 @@ def tensors_of(call: FusedCall) -> list[Tensor | None]:
 
 
 def key_of(call: FusedCall) -> Hashable:
-    """All that the launches of a call depend on, but the addresses of its tensors."""
+    """All that the launches of a call depend on except the addresses of its tensors."""
     tokens = tuple([form(x) for x in (call.q, call.k, call.v, call.mask, call.key_weight)])
     shapes = _shapes(call.functions), _shapes(call.key_functions), call.groups, call.scale is None
     return call.v.device, tokens, shapes, call.constant, call.causal, HASH_PRECISION
@@ -70,13 +70,13 @@ def _shapes(functions: Functions | None) -> Hashable:
 class Hashing(NamedTuple):
     """Hash functions in a plan."""
 
-    tensors: list[Place]
+    tensors: list[Slot]
     """Support, mean, sigma and weight. Kernels for hyperplanes read the last one, those for signs none."""
     constants: dict[str, int]
     """Sizes that kernels are compiled for."""
 
     @classmethod
-    def of(cls, places: list[Place | None], q: Place) -> Hashing:
+    def of(cls, places: list[Slot | None], q: Slot) -> Hashing:
         """Of four places; without a weight, the signs of q."""
         support, _, _, weight = places
         dim = bits = samples = q.shape[3]
@@ -94,23 +94,23 @@ class Launches(Plan):
 
     def __init__(self, call: FusedCall, tensors: Tensors) -> None:
         super().__init__(call.v.device, tensors)
-        self.q, v = (cast(Place, self.places[source]) for source in (0, 2))
+        self.q, v = (cast(Slot, self.slots[source]) for source in (0, 2))
         self.v, self.shared, self.stored = v, call.shared_codes, _stored(call)
-        self.k = self.q if self.places[1] is None else self.places[1]
-        self.functions = self.key_functions = Hashing.of(self.places[5:9], self.q)
+        self.k = self.q if self.slots[1] is None else self.slots[1]
+        self.functions = self.key_functions = Hashing.of(self.slots[5:9], self.q)
         if call.key_functions is not None:
-            self.key_functions = Hashing.of(self.places[9:13], self.q)
+            self.key_functions = Hashing.of(self.slots[9:13], self.q)
         self.causal, self.beta = call.causal, call.constant
         self.heads, self.bits = v.shape[1], call.bits
-        # A kernel that is compiled without mask, weights or groups never looks at these pointers.
+        # Kernels compiled without mask, weights or groups ignore these pointers.
         self.mask: list[Any] = [v, 0, 0]
-        if (mask := self.places[3]) is not None:
+        if (mask := self.slots[3]) is not None:
             mask.dtype = torch.uint8
             self.mask = [mask, *mask.strides]
         self.key_weight: list[Any] = [v, 0, 0, 0]
-        if (key_weight := self.places[4]) is not None:
+        if (key_weight := self.slots[4]) is not None:
             self.key_weight = [key_weight, *key_weight.strides]
-        self.levels = [x or v for x in self.places[13:16]]
+        self.levels = [x or v for x in self.slots[13:16]]
         self.rows = v.shape[0] * v.shape[1]
         self.width = _state_width(call)
         self.exact = {"PIECES": _pieces(call), "PRECISION": HASH_PRECISION}
@@ -123,7 +123,7 @@ class Launches(Plan):
         shape = {"E": channels, "F": features, "BE": padded(channels), "BF": padded(features)}
         self.reading = {"SIZE": size, "BITS": self.bits, "BB": padded(self.bits), **shape}
 
-    def split(self, saved: list[Place]) -> tuple[list[Place], Place, Place]:
+    def split(self, saved: list[Slot]) -> tuple[list[Slot], Slot, Slot]:
         """Codes of queries and of keys, state and table, of what is kept for the backward.
 
         Kernels do not read codes that are not stored, nor a table without groups of bits.
@@ -136,16 +136,16 @@ class Launches(Plan):
         """Constants of a kernel that hashes by these functions."""
         return {**functions.constants, **self.reading}
 
-    def sizes(self, x: Place) -> Sizes:
+    def sizes(self, x: Slot) -> Sizes:
         """Sizes with `x` as the tokens."""
         return self._sizes._replace(tokens=x.shape[2])
 
-    def config(self, step: Step, x: Place) -> Config:
+    def config(self, step: Step, x: Slot) -> Config:
         """The configuration of a step over the tokens `x`."""
         return choose(step, self.sizes(x))
 
     def stretches(self, config: Config, n: int) -> tuple[int, int]:
-        """Into how many stretches a head's n tokens are cut, and their length."""
+        """Number and length of the stretches that a head's n tokens are cut into."""
         blocks = ceiling(n, config.block)
         wanted = max(1, ceiling(_processors(self.device) * config.per_sm, self.rows))
         span = ceiling(blocks, min(blocks, wanted)) * config.block
@@ -164,15 +164,15 @@ class Launches(Plan):
         config = causal_config(self._sizes, light)
         return {"STRIDE": config.stride, **self.tall(config)}
 
-    def smaller(self, step: Step, x: Place, config: Config) -> Shrink:
-        """What to do where a GPU has no room for a step over the tokens `x`."""
+    def smaller(self, step: Step, x: Slot, config: Config) -> Shrink:
+        """What to do if a step over the tokens `x` needs too much memory on the chip."""
         return partial(reduce, step, self.sizes(x), config)
 
-    def state_memory(self, *lead: int) -> Place:
-        """Room for states."""
-        return self.room((*lead, self.width))
+    def state_memory(self, *lead: int) -> Slot:
+        """Scratch memory for states."""
+        return self.scratch((*lead, self.width))
 
-    def add_parts(self, partial: Place, parts: int, out: Place, step: Step, x: Place) -> tuple[Place, int]:
+    def add_parts(self, partial: Slot, parts: int, out: Slot, step: Step, x: Slot) -> tuple[Slot, int]:
         """Partial states and their number; added up in `out` where the next step would do it too often."""
         readers = self.stretches(self.config(step, x), x.shape[2])[0]
         if parts == 1 or self.rows * readers * parts * self.width * 4 <= _CHEAP_TO_ADD:
@@ -186,12 +186,12 @@ class Launches(Plan):
 
     def mix_parts(
         self,
-        partial: Place,
+        partial: Slot,
         parts: int,
-        table: Place,
-        keep: Place | None = None,
-        walsh: tuple[Place, Place, Place] | None = None,
-        to_levels: Place | None = None,
+        table: Slot,
+        keep: Slot | None = None,
+        walsh: tuple[Slot, Slot, Slot] | None = None,
+        to_levels: Slot | None = None,
     ) -> None:
         """Add up partial states, in `keep` if given, and mix the sum; see the kernel.
 
@@ -213,7 +213,7 @@ class Launches(Plan):
         """Columns that one program of `mix_parts` handles."""
         return 16 if self.reading["SIZE"] > 4 or self.rows < _FEW else min(64, self.reading["BE"])
 
-    def running_sums(self, entries: Place, blocks: int, reverse: bool) -> None:
+    def running_sums(self, entries: Slot, blocks: int, reverse: bool) -> None:
         """Running sums over blocks, in place."""
         # Few variants, because each is compiled.
         rows = next(rows for rows in (2, 8, 16, 64) if rows > blocks or rows == 64)
@@ -264,7 +264,7 @@ def _pieces(call: FusedCall) -> int:
     return 1 if call.scale is not None and call.v.dtype == torch.bfloat16 else 2
 
 
-def _rooms(call: FusedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _saved_shapes(call: FusedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of what the backward needs: packed codes and states."""
     q, v = call.q, call.v
     state: tuple[int, ...] = (_state_width(call),)
@@ -280,8 +280,8 @@ def _rooms(call: FusedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
 
 
 def kept(call: FusedCall, /) -> list[Tensor]:
-    """Room for what `forward` hands to the backward: packed codes and states."""
-    return [torch.empty(shape, dtype=dtype, device=call.v.device) for shape, dtype in _rooms(call)]
+    """Memory for what `forward` hands to the backward: packed codes and states."""
+    return [torch.empty(shape, dtype=dtype, device=call.v.device) for shape, dtype in _saved_shapes(call)]
 
 
 def forward(call: FusedCall, /, *, keep: bool = True) -> tuple[Tensor, list[Tensor]]:
@@ -298,9 +298,9 @@ class _Forward(Launches):
 
     def __init__(self, call: FusedCall, tensors: Tensors, keep: bool) -> None:
         super().__init__(call, tensors)
-        self.out = cast(Place, self.places[TENSORS])
-        room = self.output if keep else self.room
-        self.saved = [room(shape, dtype) for shape, dtype in _rooms(call)]
+        self.out = cast(Slot, self.slots[TENSORS])
+        memory = self.output if keep else self.scratch
+        self.saved = [memory(shape, dtype) for shape, dtype in _saved_shapes(call)]
         self.codes, self.state, self.table = self.split(self.saved)
         if self.causal:
             self._causal()
@@ -309,7 +309,7 @@ class _Forward(Launches):
         else:
             self._two_passes()
 
-    def _keys(self, x: Place) -> list[Any]:
+    def _keys(self, x: Slot) -> list[Any]:
         """Tokens that are keys, and what belongs to them."""
         return [x, *x.strides, self.v, *self.v.strides, *self.mask, *self.key_weight]
 
@@ -345,9 +345,7 @@ class _Forward(Launches):
             HASHED=hashed, **self.exact, **self.hashing(self.functions), **self.options(config),
         )  # fmt: skip
 
-    def _gather(
-        self, parts: int, span: int, partial: Place, smaller: Shrink, options: dict[str, int]
-    ) -> None:
+    def _gather(self, parts: int, span: int, partial: Slot, smaller: Shrink, options: dict[str, int]) -> None:
         """Codes of the keys, and states of so many parts of every head."""
         x = self.k
         self.launch(

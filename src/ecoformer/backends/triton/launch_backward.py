@@ -20,7 +20,7 @@ from ecoformer.backends.triton.launch import (
     on,
     tensors_of,
 )
-from ecoformer.backends.triton.plans import Place, Tensors
+from ecoformer.backends.triton.plans import Slot, Tensors
 
 
 def backward(call: FusedCall, grad: Tensor, saved: list[Tensor], needs: Needs, /) -> Grads:
@@ -29,7 +29,7 @@ def backward(call: FusedCall, grad: Tensor, saved: list[Tensor], needs: Needs, /
     key = ("backward", needs, grad.stride(), grad.dtype, key_of(call))
     with on(call.v.device):
         plan, outputs = plans.run(key, lambda: _Backward(call, tensors, needs), tensors)
-        return plan.gradients(outputs, call)
+        return plan.gradients(outputs)
 
 
 class _Backward(Launches):
@@ -37,7 +37,7 @@ class _Backward(Launches):
 
     def __init__(self, call: FusedCall, tensors: Tensors, needs: Needs) -> None:
         super().__init__(call, tensors)
-        grad, *saved = (x for x in self.places[TENSORS:] if x is not None)
+        grad, *saved = (x for x in self.slots[TENSORS:] if x is not None)
         self.grad = grad
         self.codes, self.state, self.table = self.split(saved)
         self.for_q, self.for_k, self.for_v, self.for_key_weight, *weights, for_scale, for_ratio = needs
@@ -48,22 +48,22 @@ class _Backward(Launches):
         self.own_keys = call.k is not None
         # Gradients that are rounded to bf16 in the end need no more on the way. Those of scale and ratio need
         # it where queries are summed, in causal order everywhere, and so do those of weights there.
-        rounded = [call.q, self.k, call.v, grad, *([self.places[4]] if self.for_key_weight else [])]
+        rounded = [call.q, self.k, call.v, grad, *([self.slots[4]] if self.for_key_weight else [])]
         fine = any(weights) or any(x is not None and x.dtype != torch.bfloat16 for x in rounded)
         fine |= self.causal and (self.for_levels or self.for_key_weight)
         precise: dict[str, Any] = {**self.exact, "PIECES": max(2, cast(int, self.exact["PIECES"]))}
         self.exact = precise if fine else self.exact
         self.summing = precise if self.for_levels else self.exact
-        self.reads = self.room((self.rows, self.q.shape[2], 2))
+        self.reads = self.scratch((self.rows, self.q.shape[2], 2))
         self.to_v = self.output(self.v.shape, self.v.dtype) if self.for_v else None
-        self.to_key_weight: Place | None = None
-        if self.for_key_weight and (key_weight := self.places[4]) is not None:
+        self.to_key_weight: Slot | None = None
+        if self.for_key_weight and (key_weight := self.slots[4]) is not None:
             self.to_key_weight = self.output(key_weight.shape, key_weight.dtype)
-        self.to_q: Place | None = None
-        self.to_k: Place | None = None
-        self.to_levels: list[Place | None] = [None, None]
-        self.weights: list[Place] = []
-        self.key_weights: list[Place] = self.weights if not apart else []
+        self.to_q: Slot | None = None
+        self.to_k: Slot | None = None
+        self.to_levels: list[Slot | None] = [None, None]
+        self.weights: list[Slot] = []
+        self.key_weights: list[Slot] = self.weights if not apart else []
         if self.causal:
             self._causal()
         elif self.shared:
@@ -71,11 +71,11 @@ class _Backward(Launches):
         else:
             self._cross(self.q, self.k)
 
-    def gradients(self, outputs: list[Tensor], call: FusedCall) -> Grads:
-        """All eight, of what `run` gave."""
+    def gradients(self, outputs: list[Tensor]) -> Grads:
+        """All eight, from the outputs of `run`."""
 
-        def found(place: Place | None) -> Tensor | None:
-            return None if place is None else outputs[place.source - len(self.places)]
+        def found(slot: Slot | None) -> Tensor | None:
+            return None if slot is None else outputs[slot.source - len(self.slots)]
 
         to_q, to_k = found(self.to_q), found(self.to_k)
         if not self.own_keys:
@@ -83,23 +83,23 @@ class _Backward(Launches):
         weight = self._weight_grad(outputs, self.weights)
         key_hash = None if self.key_weights is self.weights else self._weight_grad(outputs, self.key_weights)
         tokens = [x if needed else None for x, needed in ((to_q, self.for_q), (to_k, self.for_k))]
-        levels = (found(place) for place in self.to_levels)
+        levels = (found(slot) for slot in self.to_levels)
         return [*tokens, found(self.to_v), found(self.to_key_weight), weight, key_hash, *levels]
 
-    def _weight_grad(self, outputs: list[Tensor], places: list[Place]) -> Tensor | None:
+    def _weight_grad(self, outputs: list[Tensor], slots: list[Slot]) -> Tensor | None:
         """Of a weight (H, m, b): the sum over samples and stretches, and over queries and keys."""
-        found = [outputs[place.source - len(self.places)] for place in places]
+        found = [outputs[slot.source - len(self.slots)] for slot in slots]
         sums = [x.view(-1, self.heads, *x.shape[1:]).sum(dim=(0, 2)) for x in found]
         return sum(sums[1:], sums[0]) if sums else None
 
-    def _shared(self, q: Place) -> None:
-        """A token's code as a query is its code as a key."""
+    def _shared(self, q: Slot) -> None:
+        """Tokens have the same codes as queries and as keys."""
         if self.stored and self.config("gather_grad", q).per_sm == 0:
             self._attend_back(q)
         else:
             self.to_q = self._token_grad(q, self.codes[0], *self._gather_grad(q, q), True, True)
 
-    def _cross(self, q: Place, k: Place) -> None:
+    def _cross(self, q: Slot, k: Slot) -> None:
         """Queries and keys have codes of their own."""
         to_state = self._gather_grad(q, k)
         if any(self._for_keys()):
@@ -114,7 +114,7 @@ class _Backward(Launches):
     def _causal(self) -> None:
         codes, key_codes, running = self.codes[0], self.codes[-1], self.state
         stretches, sizes = running.shape[2] - 1, self.in_order()
-        shared, partial = {"SHARED": self.shared}, self.room(running.shape)
+        shared, partial = {"SHARED": self.shared}, self.scratch(running.shape)
         counts = (self.q.shape[2], self.heads, stretches, self.beta)
         inputs = self._inputs(self.q)
         self.launch(
@@ -124,7 +124,7 @@ class _Backward(Launches):
         )  # fmt: skip
         self.running_sums(partial, stretches, True)
 
-        def token_grad(x: Place, queries: bool, keys: bool, to_bit: Place | None = None) -> Place | None:
+        def token_grad(x: Slot, queries: bool, keys: bool, to_bit: Slot | None = None) -> Slot | None:
             functions = self.functions if queries else self.key_functions
             stored, added = to_bit is not None and queries, to_bit is not None and keys
             to_x, weights, flags = self._memory_for(x, functions, 0 if stored else stretches, queries, keys)
@@ -142,7 +142,7 @@ class _Backward(Launches):
 
         if self.shared and sizes["STRIDE"] > 1:
             tokens = self.for_q or self.for_weight
-            to_bit = self.room((*self.q.shape[:3], self.bits)) if tokens else None
+            to_bit = self.scratch((*self.q.shape[:3], self.bits)) if tokens else None
             if tokens or self.for_levels:
                 token_grad(self.q, True, False, to_bit)
             self.to_q = token_grad(self.q, False, True, to_bit)
@@ -155,8 +155,8 @@ class _Backward(Launches):
         if self.for_q or self.for_weight or self.for_levels:
             self.to_q = token_grad(self.q, True, False)
 
-    def _gather_grad(self, q: Place, keys: Place) -> tuple[Place, Place, Place, int]:
-        """What `token_grad` loads: for queries, for keys and for values, and how many parts to add up."""
+    def _gather_grad(self, q: Slot, keys: Slot) -> tuple[Slot, Slot, Slot, int]:
+        """What `token_grad` loads for queries, keys and values, and the number of parts to add up."""
         config = self.config("gather_grad", q)
         parts, span = self.stretches(config, q.shape[2])
         partial = self.state_memory(self.rows, parts)
@@ -174,20 +174,20 @@ class _Backward(Launches):
             self.mix_parts(partial, parts, to_buckets, walsh=coefficients, to_levels=terms)
             self._sum_levels(terms, stretches)
             return state_walsh, walsh, to_buckets, 1
-        added, parts = self.add_parts(partial, parts, self.room(self.state.shape), "token_grad", keys)
+        added, parts = self.add_parts(partial, parts, self.scratch(self.state.shape), "token_grad", keys)
         return self.state, added, added, parts
 
     def _token_grad(
         self,
-        x: Place,
-        codes: Place,
-        state: Place,
-        to_state: Place,
-        to_buckets: Place,
+        x: Slot,
+        codes: Slot,
+        state: Slot,
+        to_state: Slot,
+        to_buckets: Slot,
         grad_parts: int,
         queries: bool,
         keys: bool,
-    ) -> Place | None:
+    ) -> Slot | None:
         config = self.config("token_grad", x)
         parts, span = self.stretches(config, x.shape[2])
         functions = self.functions if queries else self.key_functions
@@ -201,7 +201,7 @@ class _Backward(Launches):
         )  # fmt: skip
         return to_x
 
-    def _attend_back(self, q: Place) -> None:
+    def _attend_back(self, q: Slot) -> None:
         self.to_q, weights, flags = self._memory_for(q, self.functions, 1, True, True)
         config = self.config("gather_grad", q)
         mixed = [self.state_memory(self.rows) for _ in range(4)] if self.grouped else [self.state] * 4
@@ -217,11 +217,11 @@ class _Backward(Launches):
         )  # fmt: skip
         self._sum_levels(terms, 1)
 
-    def _level_terms(self, stretches: int) -> Place | None:
+    def _level_terms(self, stretches: int) -> Slot | None:
         """Memory for terms of the gradients of scale and ratio, if they are needed."""
-        return self.room((self.rows, stretches, 2, self.reading["F"])) if self.for_levels else None
+        return self.scratch((self.rows, stretches, 2, self.reading["F"])) if self.for_levels else None
 
-    def _sum_levels(self, terms: Place | None, stretches: int) -> None:
+    def _sum_levels(self, terms: Slot | None, stretches: int) -> None:
         """Gradients of scale and ratio."""
         if terms is None:
             return
@@ -234,13 +234,13 @@ class _Backward(Launches):
             SIZE=size, F=features, ROWS=4096 // block, BS=block, num_warps=8,
         )  # fmt: skip
 
-    def _inputs(self, x: Place) -> list[Any]:
+    def _inputs(self, x: Slot) -> list[Any]:
         values = [self.v, *self.v.strides, *self.mask, *self.key_weight]
         return [self.grad, *self.grad.strides, x, *x.strides, *values]
 
     def _memory_for(
-        self, x: Place, functions: Hashing, parts: int, queries: bool, keys: bool
-    ) -> tuple[Place | None, Place | None, dict[str, bool]]:
+        self, x: Slot, functions: Hashing, parts: int, queries: bool, keys: bool
+    ) -> tuple[Slot | None, Slot | None, dict[str, bool]]:
         """Memory for gradients of tokens and of the hash functions' weight, and what is to be computed.
 
         With no `parts` the tokens' own gradients are left to a later launch.
@@ -257,10 +257,10 @@ class _Backward(Launches):
         values = {"VALUES": keys and for_v, "KEY_WEIGHT": keys and for_key_weight}
         return to_x, weights, {"TOKENS": tokens, "WEIGHT": for_weight, **values}
 
-    def _targets(self, to_x: Place | None, weights: Place | None) -> list[Place]:
-        # A kernel never looks at the pointers of what it is not asked for.
+    def _targets(self, to_x: Slot | None, weights: Slot | None) -> list[Slot]:
+        # Kernels ignore the pointers of gradients that are not needed.
         return [self.v if x is None else x for x in (to_x, self.to_v, self.to_key_weight, weights)]
 
-    def _precisions(self, x: Place) -> dict[str, Any]:
+    def _precisions(self, x: Slot) -> dict[str, Any]:
         coarse = x.dtype == self.v.dtype == torch.bfloat16
         return {**self.exact, "GRAD_PRECISION": "bf16" if coarse else self.exact["PRECISION"]}

@@ -1,7 +1,7 @@
-"""A call's launches, worked out once for its shapes and repeated with the addresses of other tensors.
+"""The launches of a call, worked out once for its shapes and repeated with the addresses of other tensors.
 
-Room, grids and configurations take Python longer to work out than many kernels run, and so does Triton's
-binder, which looks at every argument of every launch to find the code that was compiled for it.
+Working out memory, grids and configurations in Python takes longer than many kernels run. So does Triton's
+binder, which inspects every argument of every launch to find the compiled code.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ecoformer.backends.fused import CannotRun
 from ecoformer.backends.triton.hashing import INTERPRETED
 
 DIRECT = not INTERPRETED.value
-"""Whether launches are repeated by compiled code; the interpreter has none."""
+"""Whether launches are repeated without Triton's binder; the interpreter has no compiled code."""
 _ALIGNED = 256
-"""Bytes that divide every place in the scratch memory."""
+"""Alignment of scratch memory in bytes."""
 _MOST = 1024
-"""Plans that are kept: lengths that never come back must not fill the memory."""
+"""Plans to keep, so that lengths that never come back do not fill the memory."""
 _SCRATCH = -1
 
 Tensors = Sequence[Tensor | None]
 Shrink = Callable[[], object]
-"""Takes a smaller configuration from now on; gives None where there is none."""
+"""Switches to a smaller configuration; returns None if there is none."""
 
 
-class Place:
-    """Stands for a tensor in a plan: which one it will be, and its form."""
+class Slot:
+    """Stands for a tensor in a plan: its index among the tensors of a call, and its shape."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Ready(NamedTuple):
 
 
 def form(x: Tensor | None) -> Hashable:
-    """What a plan may depend on."""
+    """Properties of a tensor that a plan may depend on."""
     return None if x is None else (x.shape, x.stride(), x.dtype)
 
 
@@ -74,25 +74,25 @@ class Plan:
 
     def __init__(self, device: torch.device, tensors: Tensors) -> None:
         self.device = device
-        self.places = [
-            None if x is None else Place(source, x.shape, x.stride(), x.dtype)
+        self.slots = [
+            None if x is None else Slot(source, x.shape, x.stride(), x.dtype)
             for source, x in enumerate(tensors)
         ]
         self._launches: list[Launch] = []
         self._outputs: list[tuple[Sequence[int], torch.dtype]] = []
-        self._scratch = 0
+        self._scratch_bytes = 0
         self._ready: dict[tuple[bool, ...], list[Ready]] = {}
 
-    def output(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Place:
-        """A new tensor, which `run` hands out."""
+    def output(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Slot:
+        """A new tensor, which `run` returns."""
         self._outputs.append((shape, dtype))
-        return Place(len(self.places) + len(self._outputs) - 1, shape, (), dtype)
+        return Slot(len(self.slots) + len(self._outputs) - 1, shape, (), dtype)
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Place:
-        """Memory for the time of the call."""
-        place = Place(_SCRATCH, shape, (), dtype, self._scratch)
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Slot:
+        """Memory for the duration of the call."""
+        place = Slot(_SCRATCH, shape, (), dtype, self._scratch_bytes)
         size = torch.Size(shape).numel() * dtype.itemsize
-        self._scratch += -(-size // _ALIGNED) * _ALIGNED
+        self._scratch_bytes += -(-size // _ALIGNED) * _ALIGNED
         return place
 
     def launch(self, function: Any, programs: int, shrink: Shrink, /, *arguments: Any, **named: Any) -> None:
@@ -100,13 +100,13 @@ class Plan:
         self._launches.append(Launch(function, programs, arguments, named, shrink))
 
     def run(self, tensors: Tensors) -> list[Tensor]:
-        """Launch everything over these tensors, and hand out the outputs."""
+        """Launch everything with these tensors and return the outputs."""
         outputs = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self._outputs]
         everything = [*tensors, *outputs]
-        if self._scratch:
-            everything.append(torch.empty(self._scratch, dtype=torch.uint8, device=self.device))
+        if self._scratch_bytes:
+            everything.append(torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self.device))
         addresses = [0 if x is None else x.data_ptr() for x in everything]
-        # Code is compiled for addresses that 16 divides, or for any; all else is the plan's.
+        # Code is compiled for addresses divisible by 16, or for any; all else is part of the plan.
         aligned = tuple([not address & 15 for address in addresses])
         ready = self._ready.get(aligned)
         if ready is None:
@@ -120,38 +120,38 @@ class Plan:
         return outputs
 
     def _first(self, everything: Tensors, aligned: tuple[bool, ...]) -> None:
-        """Launch by Triton's own way, and keep the code that it found."""
+        """Launch through Triton's binder, and keep the compiled code."""
         ready = []
         for launch in self._launches:
             function, programs, arguments, named, shrink = launch
-            values = [_tensor(x, everything) if isinstance(x, Place) else x for x in arguments]
+            values = [_tensor(x, everything) if isinstance(x, Slot) else x for x in arguments]
             try:
                 compiled = function[(programs,)](*values, **named)
             except OutOfResources as error:
-                raise _NoRoom(shrink) from error
+                raise _TooLarge(shrink) from error
             if DIRECT:
                 ready.append(_bound(launch, compiled))
         if DIRECT:
             self._ready[aligned] = ready
 
 
-def _tensor(place: Place, everything: Tensors) -> Tensor:
-    """What a place stands for, of its dtype; in scratch memory everything that follows too."""
+def _tensor(place: Slot, everything: Tensors) -> Tensor:
+    """The tensor of a slot in its dtype; in scratch memory, everything that follows too."""
     tensor = everything[place.source]
     if tensor is None:
-        raise RuntimeError("a launch needs a tensor that the call has not got")
+        raise RuntimeError("a launch needs a tensor that the call does not have")
     return tensor[place.offset :].view(place.dtype) if place.source == _SCRATCH else tensor.view(place.dtype)
 
 
 def _bound(launch: Launch, compiled: Any) -> Ready:
     function, programs, arguments, named, _ = launch
     constants = [named[name] for name in function.arg_names[len(arguments) :]]
-    addresses = [(place, x.source, x.offset) for place, x in enumerate(arguments) if isinstance(x, Place)]
+    addresses = [(place, x.source, x.offset) for place, x in enumerate(arguments) if isinstance(x, Slot)]
     return Ready(compiled[programs, 1, 1], [*arguments, *constants], addresses)
 
 
-class _NoRoom(Exception):
-    """A GPU has too little memory on its chip for a launch."""
+class _TooLarge(Exception):
+    """A launch needs more memory on the chip than the GPU has."""
 
     def __init__(self, shrink: Shrink) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ _plans: dict[Hashable, Any] = {}
 
 
 def run(key: Hashable, make: Callable[[], AnyPlan], tensors: Tensors) -> tuple[AnyPlan, list[Tensor]]:
-    """The plan of this key, made if need be, and what it gives; with smaller tiles where a GPU needs them."""
+    """The plan of this key, made if necessary, and its outputs; with smaller tiles if the GPU needs them."""
     while True:
         plan = _plans.get(key)
         if plan is None:
@@ -173,11 +173,11 @@ def run(key: Hashable, make: Callable[[], AnyPlan], tensors: Tensors) -> tuple[A
             _plans[key] = plan
         try:
             return plan, plan.run(tensors)
-        except _NoRoom as error:
+        except _TooLarge as error:
             if error.shrink() is None:
                 raise CannotRun("the GPU has too little shared memory for its kernels") from error
 
 
 def forget() -> None:
-    """Drop all plans: how kernels are launched has changed."""
+    """Drop all plans, because configurations have changed."""
     _plans.clear()
