@@ -442,3 +442,11 @@ def test_texts_are_cut_and_padded():
 def test_wrong_texts(texts, length, options, error, message):
     with pytest.raises(error, match=message):
         byte_tokens(texts, length, **options)
+
+
+@pytest.mark.parametrize("bad", [-1, VOCABULARY])
+def test_ids_outside_the_vocabulary(bad):
+    ids = torch.ones(2, 3, dtype=torch.long)
+    ids[1, 2] = bad
+    with pytest.raises(ValueError, match=rf"tokens \(2, 3\) holds ids .* {VOCABULARY - 1}"):
+        make()(ids)

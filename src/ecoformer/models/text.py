@@ -165,7 +165,7 @@ class TextEncoder(HubMixin, SharesTokens, nn.Module):
 
     def _padding(self, name: str, tokens: Tensor, mask_name: str, mask: Tensor | None) -> Tensor:
         """Check both arguments; return the mask, or the one that `PAD` makes."""
-        _check_tokens(name, tokens, self.length)
+        _check_tokens(name, tokens, self.length, self.embedding.num_embeddings)
         if mask is None:
             return tokens == PAD
         if mask.dtype != torch.bool or mask.shape != tokens.shape or mask.device != tokens.device:
@@ -265,7 +265,7 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
     return linear
 
 
-def _check_tokens(name: str, tokens: Tensor, length: int) -> None:
+def _check_tokens(name: str, tokens: Tensor, length: int, vocabulary: int) -> None:
     if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
         got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
         raise TypeError(f"{name} must be token ids (B, N) of int64, as byte_tokens makes them, got {got}")
@@ -274,3 +274,12 @@ def _check_tokens(name: str, tokens: Tensor, length: int) -> None:
             f"{name} must be (B, N) with N from 1 to length={length}, got {shape(tokens)}: truncate texts "
             "or raise length"
         )
+    # On a GPU this would wait for it.
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if tokens.device.type == "cpu" and tokens.numel() and type(tokens) is Tensor and not traced:
+        low, high = torch.stack(tokens.aminmax()).tolist()
+        if low < 0 or high >= vocabulary:
+            raise ValueError(
+                f"{name} {shape(tokens)} holds ids from {low} to {high}: they must be within 0 to "
+                f"{vocabulary - 1}, or build the model with a larger vocabulary"
+            )
