@@ -22,6 +22,7 @@ from ecoformer.benchmarking.measuring import Bench
 
 CPU = torch.device("cpu")
 SMALL = Setting((2, 2, 70, 8), torch.float32, CPU)
+WIDE = replace(SMALL, shape=(2, 2, 70, 16))
 
 
 def bench(setting=SMALL, mechanisms=("softmax", "eco"), **how):
@@ -32,7 +33,7 @@ def bench(setting=SMALL, mechanisms=("softmax", "eco"), **how):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_mechanism_is_right(dtype, backward):
     names = (*MECHANISMS, "explicit", "lsh_eco", "bi_eco", "combiner", "fp_eco", "klsh_eco")
-    run = bench(replace(SMALL, dtype=dtype, backward=backward), names)
+    run = bench(replace(WIDE, dtype=dtype, backward=backward), names)
     assert [row.failure for row in run.rows] == [None] * len(names)
     assert [row.mechanism for row in run.rows] == list(names)
     for row in run.rows:
@@ -54,10 +55,16 @@ def test_a_row_as_json():
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_causal(backward):
-    run = bench(replace(SMALL, is_causal=True, backward=backward), MECHANISMS)
-    assert [row.mechanism for row in run.rows] == ["softmax", "eco", "performer", "reformer"]
+    run = bench(replace(WIDE, is_causal=True, backward=backward), MECHANISMS)
+    assert [row.mechanism for row in run.rows] == ["softmax", "eco", "sharp_eco", "performer", "reformer"]
     assert not run.wrong
     assert "linformer" in run.notes[0]
+
+
+def test_heads_too_narrow_for_the_codes():
+    run = bench(mechanisms=("sharp_eco",))
+    assert [row.mechanism for row in run.rows] == ["softmax"]
+    assert "sharp_eco needs D >= 16" in run.notes[0]
 
 
 def spoil(monkeypatch, cls, change):

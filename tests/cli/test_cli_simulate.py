@@ -34,7 +34,7 @@ def test_a_product(cli, facts):
 def test_a_layer(cli, facts):
     assert facts("layer", "--compare", "eco")["eco"]["cycles"] == 4_236_927
     both = facts("layer", "--batch", "1", "--tokens", "196")
-    assert list(both) == ["softmax", "eco"]
+    assert list(both) == ["softmax", "eco", "sharp_eco"]
     out = cli("layer", "--batch", "1", "--tokens", "196")[1]
     assert all(f"{total['cycles']:,}" in out for total in both.values())
 

@@ -31,7 +31,7 @@ from ecoformer.benchmarking.measuring import Bench, Progress, Work, no_progress,
 from ecoformer.benchmarking.results import Check, Row, Run
 from ecoformer.hashing import Hasher
 
-MECHANISMS = ("softmax", "eco", "performer", "linformer", "reformer")
+MECHANISMS = ("softmax", "eco", "sharp_eco", "performer", "linformer", "reformer")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _SLICE = 1024
 """Tokens at which quadratic attention in fp64 takes less than a second."""

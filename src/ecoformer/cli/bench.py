@@ -78,7 +78,7 @@ def model(
     attention: Annotated[
         str,
         typer.Option(help="Mechanisms; `native` is the model as it is, `explicit` forms the N x N matrix."),
-    ] = "softmax,native,eco",
+    ] = "softmax,native,eco,sharp_eco",
     resolution: common.Resolution = None,
     tokens: common.Tokens = None,
     batch: Annotated[str, typer.Option(help="Batch sizes: `1,16`.")] = "1",

@@ -42,7 +42,7 @@ def fc(
 
 @simulate.command()
 def layer(
-    compare: common.Compare = "softmax,eco",
+    compare: common.Compare = "softmax,eco,sharp_eco",
     batch: Annotated[int, typer.Option(help="Samples.")] = 16,
     tokens: Annotated[int, typer.Option(help="Tokens of a sample.")] = 3136,
     code_bits: CodeBits = None,
