@@ -267,28 +267,32 @@ def mix_block(
     BS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Add up `parts` states and mix BS rows and COLUMNS columns of the sum: see `mix_parts`."""
+    # All loads come before all stores, because the compiler does not move them past each other.
     sums, ones = load_block(partial, parts, first, column, SIZE, E, F, BS, COLUMNS, PARTS)
+    matrix = mixing(scales, ratios, head, first, MIX, SIZE, F, BS)
+    if WALSHED or LEVELS:
+        others, other_ones = load_block(other, 1, first, column, SIZE, E, F, BS, COLUMNS, 1)
+    if WALSHED:
+        transform = mixing(scales, ratios, head, first, WALSH, SIZE, F, BS)
+        above, below = apply(transform, sums, ones)
+        other_above, other_below = apply(transform, others, other_ones)
+    if LEVELS:
+        slope = mixing(scales, ratios, head, first, SLOPE, SIZE, F, BS)
+        by_scale, by_scale_ones = apply(matrix, others, other_ones)
+        by_ratio, by_ratio_ones = apply(slope, others, other_ones)
+        to_scale = tl.sum(sums * by_scale, axis=1) + tl.where(column == 0, ones * by_scale_ones, 0.0)
+        to_ratio = tl.sum(sums * by_ratio, axis=1) + tl.where(column == 0, ones * by_ratio_ones, 0.0)
+    mixed, mixed_ones = apply(matrix, sums, ones)
+    store_block(table, mixed, mixed_ones, first, column, E, F, BS, COLUMNS)
     if KEEP:
         store_block(keep, sums, ones, first, column, E, F, BS, COLUMNS)
-    matrix = mixing(scales, ratios, head, first, MIX, SIZE, F, BS)
-    above, below = apply(matrix, sums, ones)
-    store_block(table, above, below, first, column, E, F, BS, COLUMNS)
-    if LEVELS:
-        other_sums, other_ones = load_block(other, 1, first, column, SIZE, E, F, BS, COLUMNS, 1)
-        rows = first + tl.arange(0, BS)
-        for kind in tl.static_range(2):
-            if kind == 1:
-                matrix = mixing(scales, ratios, head, first, SLOPE, SIZE, F, BS)
-            above, below = apply(matrix, other_sums, other_ones)
-            terms = tl.sum(sums * above, axis=1) + tl.where(column == 0, ones * below, 0.0)
-            tl.store(to_levels + kind * F + rows, terms, mask=rows < F)
     if WALSHED:
-        matrix = mixing(scales, ratios, head, first, WALSH, SIZE, F, BS)
-        above, below = apply(matrix, sums, ones)
         store_block(walsh, above, below, first, column, E, F, BS, COLUMNS)
-        sums, ones = load_block(other, 1, first, column, SIZE, E, F, BS, COLUMNS, 1)
-        above, below = apply(matrix, sums, ones)
-        store_block(other_walsh, above, below, first, column, E, F, BS, COLUMNS)
+        store_block(other_walsh, other_above, other_below, first, column, E, F, BS, COLUMNS)
+    if LEVELS:
+        rows = first + tl.arange(0, BS)
+        tl.store(to_levels + rows, to_scale, mask=rows < F)
+        tl.store(to_levels + F + rows, to_ratio, mask=rows < F)
 
 
 @triton.jit
