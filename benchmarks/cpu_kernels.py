@@ -1,21 +1,27 @@
 """The CPU kernels against SDPA and eager PyTorch, with two threads, in one run.
 
-    python benchmarks/cpu_kernels.py
+    python benchmarks/cpu_kernels.py [--backward]
 
 Every contestant is checked against the reference first. Attention is timed twice. "in a row": in every round
 a contestant is called several times, and all but its first calls count, as in a loop over one operator. "in
 turns": one timed call after one that is not, round after round, as `ecoformer bench attention` measures. Then
 models, and what each process pays once: compiling, or loading compiled code. "load" is the machine's load
 average before each part. Writes results/cpu_kernels.json.
+
+With --backward: forward and backward of eco (the paper's affinity) and sharp_eco (4 groups of 4 bits, codes
+of queries and of keys, weights of keys) in a row, gradients of q, k and v: the median CPU time of one thread,
+which depends less on what else the machine does than elapsed time. Writes results/cpu_backward.json.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -28,6 +34,7 @@ from ecoformer.benchmarking.attention import (
     Setting,
     bench_attention,
     build_layer,
+    checked,
     contestants_of,
     draw_inputs,
     work_of,
@@ -39,6 +46,7 @@ SHAPES = [(1, 1, 3136, 32), (16, 1, 3136, 32), (1, 5, 196, 32), (1, 8, 49, 32), 
 THREADS = 2
 MECHANISMS = ["softmax", "native", "explicit", "eco"]
 CPU = torch.device("cpu")
+Clock = Callable[[], float]
 FIRST_CALL = """
 import time, torch
 from ecoformer.backends import cpu, fused, hashing
@@ -50,26 +58,26 @@ print(time.perf_counter() - start)
 """
 
 
-def in_a_row(works: dict[str, Work], seconds: float) -> dict[str, float]:
+def in_a_row(works: dict[str, Work], seconds: float, clock: Clock = time.perf_counter) -> dict[str, float]:
     """Median milliseconds of each, called 2 + 8 times (fewer where that takes long) in every round."""
     times: dict[str, list[float]] = {name: [] for name in works}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(next(iter(times.values()))) < 2:
         for name, work in works.items():
             with use_backend(work.backend):
-                first = milliseconds(work)
+                first = milliseconds(work, clock)
                 if first > 1e3:  # nothing to warm up
                     times[name].append(first)
                     continue
                 work.call()
-                times[name] += [milliseconds(work) for _ in range(int(min(8, max(1, 200 / first))))]
+                times[name] += [milliseconds(work, clock) for _ in range(int(min(8, max(1, 200 / first))))]
     return {name: round(median(each), 4) for name, each in times.items()}
 
 
-def milliseconds(work: Work) -> float:
-    start = time.perf_counter()
+def milliseconds(work: Work, clock: Clock) -> float:
+    start = clock()
     work.call()
-    return (time.perf_counter() - start) * 1e3
+    return (clock() - start) * 1e3
 
 
 def attention(shape: tuple[int, int, int, int]) -> dict[str, Any]:
@@ -90,6 +98,23 @@ def attention(shape: tuple[int, int, int, int]) -> dict[str, Any]:
 def with_ratios(ms: dict[str, float]) -> dict[str, Any]:
     ratios = {f"{name} / cpu": round(ms[name] / ms["cpu"], 2) for name in ("sdpa", "eager")}
     return {"median_ms": ms, "ratios": ratios}
+
+
+def training(shape: tuple[int, int, int, int]) -> dict[str, Any]:
+    load = round(os.getloadavg()[0], 2)
+    setting = Setting(shape, torch.float32, CPU, backward=True)
+    found: dict[str, Any] = {"shape": shape, "load": load}
+    for name in ("eco", "sharp_eco"):
+        layer = build_layer(name, setting)
+        inputs = draw_inputs(setting, [layer.hasher])  # type: ignore[list-item]
+        contestants = contestants_of(layer, setting)
+        failures = [row.failure for each in contestants if (row := checked(each, inputs, setting)).failure]
+        if failures:
+            raise RuntimeError(f"no times for a failure: {failures}")
+        works = {each.backend: work_of(each, inputs, True) for each in contestants}
+        ms = in_a_row(works, 6.0, time.thread_time)
+        found[name] = {"median_ms": ms, "eager / cpu": round(ms["eager"] / ms["cpu"], 2)}
+    return found
 
 
 def models() -> list[dict[str, Any]]:
@@ -118,8 +143,19 @@ def first_calls() -> dict[str, float]:
 
 
 def main() -> None:
-    torch.set_num_threads(THREADS)
-    figures: dict[str, Any] = {"threads": THREADS, "dtype": "fp32", "attention": []}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--backward", action="store_true", help="time forward and backward")
+    options = parser.parse_args()
+    threads = 1 if options.backward else THREADS
+    torch.set_num_threads(threads)
+    figures: dict[str, Any] = {"threads": threads, "dtype": "fp32", "attention": []}
+    if options.backward:
+        figures["clock"] = "CPU time of the thread"
+        for shape in SHAPES:
+            figures["attention"].append(training(shape))
+            print(figures["attention"][-1], flush=True)
+        print(write_result("cpu_backward", figures))
+        return
     for shape in SHAPES:
         figures["attention"].append(attention(shape))
         print(figures["attention"][-1], flush=True)

@@ -32,13 +32,61 @@ def affinity_cpu() -> Table:
         ["batch, heads, tokens, channels", *(f"{name}, ms" for name in names), *ratios],
         *(
             [
-                ", ".join(f"{size:,}" for size in row["shape"]),
+                _shape(row["shape"]),
                 *(f"{row['ms'][name]:.3f}" for name in names),
                 *(f"{row['times the paper'][name]:.2f}" for name in names[1:]),
             ]
             for row in rows
         ),
     ]
+
+
+def cpu_attention() -> Table:
+    """The CPU kernels against SDPA and eager: milliseconds, and how many times faster."""
+    names = ("sdpa", "eager", "cpu")
+    cells = []
+    for row in _figures("cpu_kernels")["attention"]:
+        times, ratios = row["in a row"]["median_ms"], row["in a row"]["ratios"]
+        cell = [_shape(row["shape"]), *(f"{times[name]:.2f}" for name in names)]
+        cell += [f"{ratios[f'{name} / cpu']:.1f}" for name in names[:2]]
+        cells.append([*cell, *(f"{row['in turns']['ratios'][f'{name} / cpu']:.1f}" for name in names[:2])])
+    head = ["batch, heads, tokens, channels", "SDPA, ms", "eager, ms", "CPU backend, ms"]
+    return [[*head, "× SDPA", "× eager", "× SDPA, in turns", "× eager, in turns"], *cells]
+
+
+def cpu_backward() -> Table:
+    """Forward and backward by the CPU kernels against eager."""
+    names = ("eco", "sharp_eco")
+    cells = []
+    for row in _figures("cpu_backward")["attention"]:
+        times = [f"{row[name]['median_ms'][who]:.2f}" for name in names for who in ("eager", "cpu")]
+        cells.append([_shape(row["shape"]), *times, *(f"{row[name]['eager / cpu']:.1f}" for name in names)])
+    head = [f"{name}, {who}, ms" for name in names for who in ("eager", "CPU backend")]
+    ratios = [f"{name}, × eager" for name in names]
+    return [["batch, heads, tokens, channels", *head, *ratios], *cells]
+
+
+def cpu_models() -> Table:
+    """PVTv2-B0 on a CPU, images a second."""
+    rows = _figures("cpu_kernels")["models"]
+    names = ("N x N matrix", "sdpa", "eager", "cpu")
+    cells = []
+    for batch, last in sorted({(row["batch"], row["channels_last"]) for row in rows}):
+        here = {row["backend"]: row for row in rows if (row["batch"], row["channels_last"]) == (batch, last)}
+        about = f"batch {batch}, channels {'last' if last else 'first'}"
+        speeds = [f"{here[name]['images_per_s']:.1f}" for name in names]
+        cells.append([about, *speeds, f"{here['cpu']['ratio_to_sdpa']:.2f}"])
+    return [["", "N × N matrix", "SDPA", "eco, eager", "eco, CPU backend", "× SDPA"], *cells]
+
+
+def cpu_crossover() -> Table:
+    """From how many tokens on hashed attention is faster than SDPA."""
+    found: dict[str, list[str]] = {}
+    for row in sorted(_figures("lengths_cpu")["crossover"], key=lambda row: row["backward"]):
+        key = ", ".join(str(row[name]) for name in ("batch", "heads", "channels"))
+        found.setdefault(key, []).append(str(row["tokens"]))
+    head = ["batch, heads, channels", "forward", "forward and backward, eager"]
+    return [head, *([shape, *tokens] for shape, tokens in found.items())]
 
 
 def gpu_affinity() -> Table:
@@ -242,6 +290,10 @@ TABLES: dict[str, Callable[[], Table]] = {
         recall,
         masked_bytes,
         affinity_cpu,
+        cpu_attention,
+        cpu_backward,
+        cpu_models,
+        cpu_crossover,
         gpu_affinity,
         sharp_recall,
         sharp_listops,
@@ -261,6 +313,10 @@ def filled(page: str) -> str:
 
     pattern = r"(<!-- table: (\w+) -->)\n.*?(<!-- end of table -->)"
     return re.sub(pattern, table, page, flags=re.DOTALL)
+
+
+def _shape(sizes: Iterable[int]) -> str:
+    return ", ".join(f"{size:,}" for size in sizes)
 
 
 def _figures(name: str) -> Any:

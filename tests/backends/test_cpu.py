@@ -97,12 +97,21 @@ def test_groups_weights_and_hash_functions_of_keys(size, n, threads):
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_groups_are_exact_for_whole_numbers(causal, threads):
-    # beta 1 and weight 1: affinities are multiples of 16, sums of whole numbers are whole.
+def test_groups_are_exact_for_integers(causal, threads):
+    # beta 1 and weight 1: affinities are multiples of 16, sums of integers are integers.
     call = make_call(1030, groups=4, whole=True, causal=causal, batch=1, heads=1)
     scale, ratio = torch.full_like(call.scale, 16.0), torch.zeros_like(call.ratio)
     call = call._replace(scale=scale, ratio=ratio)
     assert torch.equal(run(call), truth(call).float())
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("bits", "groups"), [(16, 4), (12, 3), (64, 8), (5, None)])
+def test_projections(bits, groups, causal, threads):
+    options = {"signs": True, "bits": bits, "groups": groups, "channels": 20, "weighted": True, "batch": 1}
+    for n, more in ((70, {"masked": True}), (1030, {"heads": 1}), (63, {"queries": 63})):
+        call = make_call(n, **options | more, causal=causal)
+        torch.testing.assert_close(run(call), truth(call).float(), **CLOSE)
 
 
 def test_causal_cross_attention():
@@ -112,7 +121,7 @@ def test_causal_cross_attention():
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @EVERY_SIZE
-def test_whole_numbers_are_exact(size, causal, threads):
+def test_integers_are_exact(size, causal, threads):
     if causal and "queries" in size:
         pytest.skip("causal order has as many queries as keys")
     call = make_call(**size, masked=True, whole=True, causal=causal)
@@ -152,8 +161,8 @@ def test_any_strides_and_nothing_around_is_read(queries, causal, threads):
         if x is None:
             return None
         sizes = [x.shape[i] + 3 for i in order]
-        room = torch.full(sizes, math.nan).permute(sorted(range(4), key=order.__getitem__))
-        inner = room[tuple(slice(1, 1 + n) for n in x.shape)]
+        memory = torch.full(sizes, math.nan).permute(sorted(range(4), key=order.__getitem__))
+        inner = memory[tuple(slice(1, 1 + n) for n in x.shape)]
         inner.copy_(x)
         return inner
 
@@ -172,15 +181,15 @@ def test_any_strides_and_nothing_around_is_read(queries, causal, threads):
 
 def test_nothing_around_the_output_is_written(monkeypatch):
     call = make_call(600, dim=24, batch=1, heads=1)
-    room = torch.full((1, 1, 606, 30), math.nan)
+    memory = torch.full((1, 1, 606, 30), math.nan)
     from ecoformer.backends.cpu import launch
 
-    monkeypatch.setattr(launch, "empty_out", lambda q, v: room[:, :, 3:-3, 3:-3])
+    monkeypatch.setattr(launch, "empty_out", lambda q, v: memory[:, :, 3:-3, 3:-3])
     run(call)
-    inside = torch.zeros_like(room, dtype=torch.bool)
+    inside = torch.zeros_like(memory, dtype=torch.bool)
     inside[:, :, 3:-3, 3:-3] = True
-    assert room[inside].isfinite().all()
-    assert room[~inside].isnan().all()
+    assert memory[inside].isfinite().all()
+    assert memory[~inside].isnan().all()
 
 
 @EVERY_SIZE
@@ -188,20 +197,20 @@ def test_scratch_memory_is_as_large_as_it_says(size, monkeypatch):
     from ecoformer.backends.cpu import launch
 
     def fenced(wanted):
-        room = torch.full((wanted + 4096,), 0xAB, dtype=torch.uint8)
-        rooms.append((wanted, room))
-        return room.data_ptr() + 2048
+        memory = torch.full((wanted + 4096,), 0xAB, dtype=torch.uint8)
+        fences.append((wanted, memory))
+        return memory.data_ptr() + 2048
 
-    rooms = []
+    fences = []
     monkeypatch.setattr(launch, "scratch", fenced)
     for causal in (False, True):
         n = size["n"]
         more = {"causal": causal} | ({"queries": n} if causal and "queries" in size else {})
         run(make_call(**size | more))
-    for wanted, room in rooms:
-        assert (room[:2048] == 0xAB).all()
-        assert (room[2048 + wanted :] == 0xAB).all()
-        assert (room[2048 : 2048 + wanted] != 0xAB).any()
+    for wanted, memory in fences:
+        assert (memory[:2048] == 0xAB).all()
+        assert (memory[2048 + wanted :] == 0xAB).all()
+        assert (memory[2048 : 2048 + wanted] != 0xAB).any()
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

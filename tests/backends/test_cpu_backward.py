@@ -122,7 +122,7 @@ def exact_call(causal=False, n=64, batch=2, heads=2):
     return fused.FusedCall(q, k, v, None, weight, Signs(), None, *levels, 0.0, causal)
 
 
-def test_whole_numbers_are_exact(threads):
+def test_integers_are_exact(threads):
     call = exact_call()
     g = torch.Generator().manual_seed(2)
     grad = torch.randint(-4, 5, call.v.shape, generator=g).float()

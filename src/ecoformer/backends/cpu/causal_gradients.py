@@ -26,12 +26,14 @@ from ecoformer.backends.cpu.gradients import (
     save_key_weights,
     save_levels,
     save_weights,
+    sum_dots,
+    sum_tallies,
 )
 from ecoformer.backends.cpu.hashing import hash_tokens
 from ecoformer.backends.cpu.problem import BLOCK, PART, Gradients, Worker, padded, state_rows
-from ecoformer.backends.cpu.rows import add_row, carry_row, combine_row, scale_row, table_row
+from ecoformer.backends.cpu.rows import add_row, add_signed_row, carry_row, combine_row, scale_row, table_row
 from ecoformer.backends.cpu.sums import clear, divisor, key_weight, mix_groups
-from ecoformer.backends.cpu.vectors import dot, doubles, floats, octets
+from ecoformer.backends.cpu.vectors import count_bits, dot, doubles, floats, octets
 
 _padded = inlined(padded)
 _state_rows = inlined(state_rows)
@@ -42,8 +44,15 @@ _ZERO = np.float32(0)
 def causal_gradients(w: Worker, g: Gradients, unit: int, batch: int, head: int) -> None:
     """All tokens of a head."""
     p, at = w.p, w.at
+    for r in range(_padded(p.bits)):
+        w.memory[at.pair + r] = np.float32(1)  # of the paper's affinity, it stays so
     if p.group:
         prepare_levels(w, head)
+        for row in range(_state_rows(p.bits, p.group)):
+            for r in range(p.group):
+                flipped = w.memory[at.levels + (row ^ (int64(1) << r))]
+                half = float32(0.5) * (w.memory[at.levels + row] - flipped)
+                w.memory[at.level_flips + row * p.group + r] = half
     for i in range(_padded(p.channels)):
         w.memory[at.zeros + i] = _ZERO
     _begin(w)
@@ -105,21 +114,14 @@ def _read_state(
 ) -> tuple[float, float]:
     """What a code reads from a state, times a row x, and of its tallies; by bits in `dots` and `weights`."""
     p, at, memory, exact = w.p, w.at, w.memory, w.exact
-    above, below = float64(0), float64(0)
     flip_bits(w, code, x, x0, sums, tally, dots)
+    above = sum_dots(w, code, x, x0, sums, dots)
     if p.group:
-        for j in range(p.bits // p.group):
-            above += memory[at.same + j]
-            below += exact[at.same_tallies + j]
-    else:
-        for r in range(p.bits):
-            sign = 1.0 if (code >> r) & 1 else -1.0
-            memory[at.weights + r] = memory[at.flips + r]
-            above += sign * memory[dots + r]
-            below += sign * exact[tally + r]
-        constant = doubles(p.constant)[0]
-        above += constant * dot(x, x0, memory, sums + p.bits * _padded(p.channels), p.channels)
-        below += constant * exact[tally + p.bits]
+        return above, sum_tallies(w)
+    below = doubles(p.constant)[0] * exact[tally + p.bits]
+    for r in range(p.bits):
+        memory[at.weights + r] = memory[at.flips + r]
+        below += exact[tally + r] if (code >> r) & 1 else -exact[tally + r]
     return above, below
 
 
@@ -127,28 +129,21 @@ def _read_state(
 def _read_pair(w: Worker, code: int, other: int, times: float, weight: float, dots: int) -> Any:
     """The affinity of two tokens. What it adds, times two numbers, joins what the first one reads by bits."""
     p, at, memory = w.p, w.at, w.memory
-    affinity, differ = float64(0), code ^ other
+    wide, signs, differ = _padded(p.bits), other, code ^ other
     if p.group:
-        low = (int64(1) << p.group) - 1
+        affinity, signs, low = float64(0), code, (int64(1) << p.group) - 1
         for j in range(p.bits // p.group):
-            level, d = at.levels + (j << p.group), (differ >> (j * p.group)) & low
-            same = memory[level + d]
+            row = (j << p.group) + ((differ >> (j * p.group)) & low)
+            same = memory[at.levels + row]
             affinity += same
             memory[at.same + j] += times * same
             w.exact[at.same_tallies + j] += weight * same
             for r in range(p.group):
-                bit = j * p.group + r
-                half = float32(0.5) if (code >> bit) & 1 else float32(-0.5)
-                flipped = half * (same - memory[level + (d ^ (int64(1) << r))])
-                memory[dots + bit] += times * flipped
-                memory[at.weights + bit] += weight * flipped
+                memory[at.pair + j * p.group + r] = memory[at.level_flips + row * p.group + r]
     else:
-        affinity = doubles(p.constant)[0] + p.bits
-        for r in range(p.bits):
-            sign = float32(1) if (other >> r) & 1 else float32(-1)
-            affinity -= 2.0 if (differ >> r) & 1 else 0.0
-            memory[dots + r] += sign * times
-            memory[at.weights + r] += sign * weight
+        affinity = doubles(p.constant)[0] + (p.bits - 2 * count_bits(differ))
+    add_signed_row(memory, dots, memory, at.pair, wide, signs, times)
+    add_signed_row(memory, at.weights, memory, at.pair, wide, signs, weight)
     return affinity
 
 

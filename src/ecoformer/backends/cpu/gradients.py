@@ -21,7 +21,6 @@ from ecoformer.backends.cpu.problem import (
     Gradients,
     Problem,
     Worker,
-    digits,
     padded,
     state_rows,
 )
@@ -35,14 +34,15 @@ from ecoformer.backends.cpu.sums import (
     key_weight,
     look_up,
     merge,
+    mix_groups,
     sum_reads,
     tabulate,
+    tabulate_bits,
     total_weight,
 )
-from ecoformer.backends.cpu.vectors import dot, dot_flips, dot_two, doubles, floats, octets
+from ecoformer.backends.cpu.vectors import dot, dot_flips, doubles, floats, octets, signed_sum
 
 _padded = inlined(padded)
-_digits = inlined(digits)
 _state_rows = inlined(state_rows)
 _ZERO = np.float32(0)
 
@@ -154,13 +154,25 @@ def save_levels(w: Worker, g: Gradients, unit: int) -> None:
 
 
 @inlined
-def _dot_reads(w: Worker, one: int, two: int, x: Any, x0: int) -> Any:
-    """The product of a row with the sum of the rows that were looked up last."""
-    p, at = w.p, w.at
-    if _digits(p.bits, p.digit) == 2:
-        return dot_two(x, x0, w.memory, one, two, p.channels)
-    sum_reads(w, one, two, w.memory, at.row)
-    return dot(x, x0, w.memory, at.row, p.channels)
+def sum_dots(w: Worker, code: int, x: Any, x0: int, sums: int, dots: int) -> Any:
+    """The product of a row x with all that its code reads, from its `dots` or `same`."""
+    p, at, memory = w.p, w.at, w.memory
+    if p.group:
+        total = float64(0)
+        for j in range(p.bits // p.group):
+            total += memory[at.same + j]
+        return total
+    last = dot(x, x0, memory, sums + p.bits * _padded(p.channels), p.channels)
+    return float64(signed_sum(memory, dots, _padded(p.bits), code)) + doubles(p.constant)[0] * last
+
+
+@inlined
+def sum_tallies(w: Worker) -> Any:
+    """For groups: what a code reads of tallies."""
+    total = float64(0)
+    for j in range(w.p.bits // w.p.group):
+        total += w.exact[w.at.same_tallies + j]
+    return total
 
 
 @inlined
@@ -183,7 +195,10 @@ def query_gradients(w: Worker, g: Gradients, unit: int, batch: int, head: int, f
     p, at, group = w.p, w.at, unit // w.p.pieces
     merge(w, p.kept_sums, p.kept_tallies, group, group + 1)
     total = total_weight(w)
-    tabulate(w, head)
+    if p.group:
+        mix_groups(w, head, at.sums, at.tallies)
+    else:
+        tabulate_bits(w)
     prepare_flips(w, at.sums, at.tallies)
     clear(w, at.grads, at.grad_tallies)
     begin_gradients(w)
@@ -214,14 +229,14 @@ def _query_block(
     block_dots(w, grads, grad, p.out_token, count)
     for t in range(count):
         code, row = w.codes[codes + t], grad + t * p.out_token
-        below, one, two = look_up(w, code)
+        bits, dots = at.bit_grads + t * wide, at.dots + t * wide
+        weights = flip_bits(w, code, grads, row, at.sums, at.tallies, dots)
+        below = sum_tallies(w) if p.group else look_up(w, code)[0]
+        above = sum_dots(w, code, grads, row, at.sums, dots)
         by = divisor(p, head, below, total, broken or w.nans[codes + t] != 0)
-        above = _dot_reads(w, one, two, grads, row)
         inverse = 1.0 / float64(by)
         falls, counted = denominator_gradient(p, head, above, below, inverse, total)
         w.exact[at.grad_tallies + _state_rows(p.bits, p.group)] += counted
-        bits, dots = at.bit_grads + t * wide, at.dots + t * wide
-        weights = flip_bits(w, code, grads, row, at.sums, at.tallies, dots)
         combine_row(w.memory, bits, w.memory, dots, w.memory, weights, wide, float32(inverse), float32(falls))
         if g.levels:
             add_levels(w, code, bits, inverse, falls)

@@ -13,7 +13,14 @@ import numpy as np
 from ecoformer.backends.cpu.compiler import compiled, float32, inlined, int64
 from ecoformer.backends.cpu.hashing import prepare, product
 from ecoformer.backends.cpu.problem import Worker, padded
-from ecoformer.backends.cpu.rows import add_row, kernel_grad_row, pass_row, scale_row, table_row
+from ecoformer.backends.cpu.rows import (
+    add_row,
+    blend_row,
+    combine_row,
+    kernel_grad_row,
+    pass_row,
+    scale_row,
+)
 from ecoformer.backends.cpu.vectors import TILE, dot, floats, row_outer, square_sum, tile_outer
 
 _padded = inlined(padded)
@@ -108,11 +115,10 @@ def hash_gradients(
         # Only what is orthogonal to a token changes the token of unit length.
         grads, result = at.token_grads + t * wide_d, to + t * p.dim
         along = dot(tokens, token, memory, grads, p.dim) * inverse * inverse
-        table_row(memory, grads, memory, grads, tokens, token, p.dim, -along)
         if add:
-            table_row(results, result, results, result, memory, grads, p.dim, scale)
+            combine_row(results, result, memory, grads, tokens, token, p.dim, scale, -along * scale)
         else:
-            scale_row(results, result, memory, grads, p.dim, scale)
+            blend_row(results, result, memory, grads, tokens, token, p.dim, scale, -along * scale)
 
 
 @inlined

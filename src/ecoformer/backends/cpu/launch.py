@@ -14,10 +14,8 @@ from ecoformer.backends.cpu.problem import (
     CAUSAL,
     FULL,
     GATHER,
-    Team,
     digit_of,
     empty_codes,
-    group_of,
     keep_for,
     layout,
     padded,
@@ -38,6 +36,8 @@ class Plan(NamedTuple):
 
     digit: int
     pieces: int
+    rows: int
+    """Of a state."""
     size: int
     """Bytes of a thread's scratch memory."""
     layout: array[int]
@@ -64,73 +64,65 @@ def _plan(
         pieces = max(1, min(-(-threads // heads), max(keys, queries) // _LEAST))
     digit = digit_of(bits, channels, keys, group or 1)
     at = layout(dim, channels, samples, bits, digit, keys, group, apart, causal, backward)
-    return Plan(digit, pieces, padded(at.end), array("q", at))
+    return Plan(digit, pieces, state_rows(bits, group), padded(at.end), array("q", at))
 
 
 class Launch:
     """One call's numbers, and the tensors that they are addresses of."""
 
     def __init__(self, call: FusedCall, backward: bool = False) -> None:
-        functions, mask, shared = call.functions, call.mask, call.shared_codes
-        self.q, self.v = rows_of(call.q), rows_of(call.v)
-        self.k = self.q if call.k is None else rows_of(call.k)
-        batch, heads, queries, dim = self.q.shape
-        keys, channels = self.v.shape[2:]
+        functions, mask, weight = call.functions, call.mask, call.key_weight
+        self.q, self.v = q, v = rows_of(call.q), rows_of(call.v)
+        k = q if call.k is None else rows_of(call.k)
+        batch, heads, queries, dim = q.shape
+        keys, channels = v.shape[2:]
         key_functions = call.key_functions or ()
         samples = functions.support.shape[1] if isinstance(functions, HashFunctions) else 0
-        bits, group = call.bits, group_of(call)
+        bits = call.bits
+        group = 0 if call.scale is None else bits // call.scale.shape[1]
         self.heads, self.threads, self.causal = batch * heads, torch.get_num_threads(), call.causal
-        sizes = (dim, channels, samples, bits, group, bool(key_functions))
-        self.plan = _plan(self.heads, queries, keys, *sizes, call.causal, backward, self.threads)
-        self.state = state_rows(bits, group), padded(channels)
-        self.tensors: list[Any] = [array("d", [call.constant])]
-        self.numbers = [batch, heads, queries, keys, dim, channels, samples, bits]
-        self.numbers += [self.plan.digit, self.plan.pieces, self.tensors[0].buffer_info()[0], group]
-        self.numbers += [self.address(x) for x in (call.scale, call.ratio, call.floor)]
-        self.numbers += [
-            *place(self.q),
-            0 if shared else self.k.data_ptr(),
-            *place(self.k)[1:],
-            *place(self.v),
-        ]
-        self.key_weight = None if call.key_weight is None else call.key_weight.float()
-        masks = [0, 0, 0] if mask is None else [mask.data_ptr(), *mask.stride()]
-        weight = self.key_weight
-        masks += [0, 0, 0, 0] if weight is None else [weight.data_ptr(), *weight.stride()]
-        for each in (functions, key_functions):
-            masks += [0] * (4 - len(each)) + [self.address(x) for x in each]
-        self.rest = masks
-
-    def address(self, x: Tensor | None) -> int:
-        """Of a contiguous tensor, or 0."""
-        if x is None:
-            return 0
-        self.tensors.append(x.contiguous())
-        return int(self.tensors[-1].data_ptr())
+        self.plan = plan = _plan(
+            *(self.heads, queries, keys, dim, channels, samples, bits, group),
+            *(bool(key_functions), call.causal, backward, self.threads),
+        )
+        constant = array("d", [call.constant])
+        weight = None if weight is None else weight.float()
+        levels = () if call.scale is None else (call.scale, call.ratio, call.floor)
+        tensors = [x.contiguous() for x in (*functions, *key_functions, *levels)]
+        self.held: Any = k, constant, weight, tensors
+        pointers = [x.data_ptr() for x in tensors]
+        own, apart = len(functions), len(key_functions)
+        self.numbers = [batch, heads, queries, keys, dim, channels, samples, bits, plan.digit, plan.pieces]
+        self.numbers += [constant.buffer_info()[0], group, *(pointers[own + apart :] or (0, 0, 0)), *place(q)]
+        self.numbers += place(k)
+        if call.shared_codes:
+            self.numbers[-4] = 0
+        self.numbers += place(v)
+        self.rest = [0, 0, 0] if mask is None else [mask.data_ptr(), *mask.stride()]
+        self.rest += [0, 0, 0, 0] if weight is None else [weight.data_ptr(), *weight.stride()]
+        self.rest += [0] * (4 - own) + pointers[:own] + [0] * (4 - apart) + pointers[own : own + apart]
 
     def states(self, count: int) -> list[Tensor]:
         """Memory for states: their rows, and their tallies."""
-        rows, wide = self.state
-        new = self.v.new_empty
-        return [new((count, rows, wide)), new((count, rows + 1), dtype=torch.float64)]
+        rows, new = self.plan.rows, self.v.new_empty
+        return [new((count, rows, padded(self.v.shape[-1]))), new((count, rows + 1), dtype=torch.float64)]
 
     def run(
-        self, function: Any, out: Tensor, codes: Tensor | None, kept: list[Tensor], more: int = 0
+        self, function: Any, out: Tensor, codes: Tensor | None, kept: list[Tensor], gradients: int = 0
     ) -> None:
         """Call a compiled function on as many threads as PyTorch would use."""
-        plan, parts, job = self.plan, self.heads * self.plan.pieces, CAUSAL if self.causal else FULL
-        states = self.states(parts) if plan.pieces > 1 or more else []
-        if plan.pieces > 1:
-            job = GATHER
+        plan, parts = self.plan, self.heads * self.plan.pieces
+        states = self.states(parts) if plan.pieces > 1 or gradients else []
+        job = CAUSAL if self.causal else GATHER if plan.pieces > 1 else FULL
         numbers = [*self.numbers, *place(out), *self.rest, 0 if codes is None else codes.data_ptr()]
-        for each in (states, kept):
-            numbers += [x.data_ptr() for x in each] or [0, 0]
+        numbers += [x.data_ptr() for x in states] or (0, 0)
+        numbers += [x.data_ptr() for x in kept] or (0, 0)
         problem = array("q", numbers)
         members = min(self.threads, parts)
         shares = min(parts, _SHARES * members if members > 1 else 1)
         memory = scratch(members * plan.size)
-        addresses = (problem.buffer_info()[0], plan.layout.buffer_info()[0], more)
-        team = array("q", Team(0, 0, 0, job, parts, shares, memory, plan.size, *addresses))
+        addresses = (problem.buffer_info()[0], plan.layout.buffer_info()[0], gradients)
+        team = array("q", (0, 0, 0, job, parts, shares, memory, plan.size, *addresses))
         run_team(function.address, team.buffer_info()[0], members)
 
 
@@ -139,7 +131,7 @@ def attend(call: FusedCall, keep: bool) -> tuple[Tensor, list[Tensor]]:
     launch = Launch(call)
     out, kept = empty_out(launch.q, launch.v), keep_for(call) if keep else []
     codes = kept[2] if len(kept) > 2 else None
-    if codes is None and call.shared_codes and launch.plan.pieces > 1:
+    if codes is None and launch.plan.pieces > 1 and call.shared_codes:
         codes = empty_codes(call)
     launch.run(work, out, codes, kept[:2])
     return out if call.v.dtype == torch.float32 else out.to(call.v.dtype), kept

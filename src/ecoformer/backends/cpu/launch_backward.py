@@ -20,30 +20,25 @@ def backward(call: FusedCall, grad: Tensor, saved: list[Tensor], needs: Needs) -
     launch, new = Launch(call, backward=True), partial(call.v.new_empty, dtype=torch.float32)
     inputs = call.differentiable()
     parts, bits = launch.heads * launch.plan.pieces, padded(call.bits)
-    q, k, v, key_weight = (
-        new(x.shape) if x is not None and needed else None
-        for x, needed in zip(inputs[:4], needs[:4], strict=True)
-    )
+    wanted = [x if needed else None for x, needed in zip(inputs, needs, strict=True)]
+    q, k, v, key_weight = [None if x is None else new(x.shape) for x in wanted[:4]]
     # Queries and keys may have their own tokens and the same hash functions, to whose gradient both add.
     times = 2 if call.k is not None and call.key_functions is None else 1
-    weight, key_hash = (
-        new((count * parts, x.shape[1], bits)) if x is not None and needed else None
-        for x, needed, count in zip(inputs[4:6], needs[4:6], (times, 1), strict=True)
-    )
-    levels = new((parts, 2, call.groups), dtype=torch.float64) if any(needs[6:]) else None
+    weight, key_hash = [
+        None if x is None else new((count * parts, x.shape[1], bits))
+        for x, count in zip(wanted[4:6], (times, 1), strict=True)
+    ]
+    levels = new((parts, 2, call.groups), dtype=torch.float64) if needs[6] or needs[7] else None
     shared = new((launch.heads, call.v.shape[2], bits)) if call.shared_codes else None
     codes = saved[2] if call.shared_codes and not call.causal else None
-    results = Gradients(
-        *(0 if x is None else x.data_ptr() for x in (q, q if call.k is None else k, v, key_weight)),
-        *(0 if x is None else x.data_ptr() for x in (weight, key_hash, levels, shared)),
-    )
-    addresses = array("q", results)
+    tensors = (q, q if call.k is None else k, v, key_weight, weight, key_hash, levels, shared)
+    addresses = array("q", Gradients(*[0 if x is None else x.data_ptr() for x in tensors]))
     launch.run(work, rows_of(grad), codes, saved[:2], addresses.buffer_info()[0])
     scale, ratio = (None, None) if levels is None else _levels(levels, call.bits, *inputs[6:])
-    found = [q, k, v, key_weight, _weights(call, weight, times), _weights(call, key_hash, 1), scale, ratio]
+    weights = _weights(call, weight, times), _weights(call, key_hash, 1)
     return [
-        x.to(given.dtype) if x is not None and given is not None and needed else None
-        for x, given, needed in zip(found, inputs, needs, strict=True)
+        None if x is None or given is None else x if x.dtype == given.dtype else x.to(given.dtype)
+        for x, given in zip((q, k, v, key_weight, *weights, scale, ratio), wanted, strict=True)
     ]
 
 

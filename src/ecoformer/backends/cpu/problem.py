@@ -140,6 +140,9 @@ class Layout(NamedTuple):
     """Those of one token."""
     same: int
     """Products of one row with what each group reads; its tallies are at `same_tallies`."""
+    pair: int
+    """In causal order: derivatives of two tokens' affinity by bits; those of all levels at `level_flips`."""
+    level_flips: int
     bit_grads: int
     """Gradients of a block's bits."""
     feature_grads: int
@@ -298,6 +301,8 @@ def layout(
         "flips": more * padded(state * group if group else bits),
         "weights": more * b,
         "same": more * b,
+        "pair": more * b,
+        "level_flips": padded(state * group) if backward and causal else 0,
         "bit_grads": more * BLOCK * b,
         "feature_grads": more * BLOCK * m,
         "token_grads": more * BLOCK * d,

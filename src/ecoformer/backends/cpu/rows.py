@@ -161,13 +161,28 @@ def _combined(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
     return [y]
 
 
-@intrinsic
-def combine_row(
-    typing: Any, y: Any, y0: Any, one: Any, one0: Any, two: Any, two0: Any, length: Any, a: Any, b: Any
-) -> Any:
-    """y += a one + b two."""
-    index, single = types.int64, types.float32
-    return types.void(y, index, one, index, two, index, index, single, single), _rows(3, _combined)
+def _blended(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
+    one = builder.fmul(scalars[0], rows[1])
+    return [builder.fadd(one, builder.fmul(scalars[1], rows[2], flags=FUSED), flags=FUSED)]
+
+
+def _of_two(step: Step) -> Any:
+    """An intrinsic that makes a row of two others and two numbers."""
+
+    @intrinsic
+    def row(
+        typing: Any, y: Any, y0: Any, one: Any, one0: Any, two: Any, two0: Any, length: Any, a: Any, b: Any
+    ) -> Any:
+        index, single = types.int64, types.float32
+        return types.void(y, index, one, index, two, index, index, single, single), _rows(3, step)
+
+    return row
+
+
+combine_row = _of_two(_combined)
+"""y += a * one + b * two."""
+blend_row = _of_two(_blended)
+"""y = a * one + b * two."""
 
 
 @intrinsic
@@ -209,6 +224,38 @@ def add_row_twice(
         return context.get_dummy_value()
 
     return types.void(y, index, index, x, index, index, types.float32), emit
+
+
+@intrinsic
+def add_signed_row(typing: Any, y: Any, y0: Any, x: Any, x0: Any, length: Any, code: Any, number: Any) -> Any:
+    """y += number * h * x, where h is ±1 as the bits of a code."""
+    index = types.int64
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        py, px = (pointer_of(context, builder, signature, arguments, i) for i in (0, 2))
+        _, y0, _, x0, length, code, number = arguments
+        wide = splat(builder, number)
+
+        def signed(index: Any, kind: Any, mask: Any, term: Any) -> Any:
+            bits = builder.bitcast(builder.trunc(builder.lshr(code, index), kind), mask)
+            return builder.select(bits, term, builder.fneg(term))
+
+        def vector(index: Any) -> None:
+            term = builder.fmul(wide, load(builder, px, builder.add(x0, index)))
+            term = signed(index, ir.IntType(LANES), ir.VectorType(ir.IntType(1), LANES), term)
+            place = builder.add(y0, index)
+            store(builder, builder.fadd(load(builder, py, place), term), py, place)
+
+        def single(index: Any) -> None:
+            term = builder.fmul(number, builder.load(builder.gep(px, [builder.add(x0, index)])))
+            place = builder.gep(py, [builder.add(y0, index)])
+            bit = ir.IntType(1)
+            builder.store(builder.fadd(builder.load(place), signed(index, bit, bit, term)), place)
+
+        along(builder, length, vector, single)
+        return context.get_dummy_value()
+
+    return types.void(y, index, x, index, index, index, types.float32), emit
 
 
 def _carried(builder: Any, rows: list[Any], _: Any) -> list[Any]:

@@ -211,11 +211,11 @@ def tabulate(w: Worker, head: int) -> None:
         mix_groups(w, head, w.at.sums, w.at.tallies)
         _join_tables(w)
     else:
-        _tabulate_bits(w)
+        tabulate_bits(w)
 
 
 @compiled
-def _tabulate_bits(w: Worker) -> None:
+def tabulate_bits(w: Worker) -> None:
     """A digit's first row has all its bits at -1, each bit adds twice its sum.
 
     The constant, far larger than the rest, joins the first digit's rows last, which rounds it once.

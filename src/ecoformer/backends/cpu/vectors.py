@@ -69,10 +69,10 @@ def steps(builder: Any, start: Any, stop: Any, step: int) -> Iterator[Any]:
 
 def along(builder: Any, length: Any, vector: Emit, single: Emit) -> None:
     """Full vectors of a row first, then its last numbers one by one."""
-    whole = builder.and_(length, integer(-LANES))
-    with steps(builder, integer(0), whole, LANES) as index:
+    full = builder.and_(length, integer(-LANES))
+    with steps(builder, integer(0), full, LANES) as index:
         vector(index)
-    with steps(builder, whole, length, 1) as index:
+    with steps(builder, full, length, 1) as index:
         single(index)
 
 
@@ -208,6 +208,16 @@ def give_way(typing: Any) -> Any:
 
 
 @intrinsic
+def count_bits(typing: Any, number: Any) -> Any:
+    """How many bits of an integer are 1."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
 def sign_bits(typing: Any, y: Any, y0: Any) -> Any:
     """Bit r says whether number r of 16 is at least zero."""
 
@@ -310,17 +320,23 @@ def _total(builder: Any, vector: Any, rest: Any) -> Any:
 
 
 @intrinsic
-def dot_two(typing: Any, x: Any, x0: Any, y: Any, one: Any, two: Any, length: Any) -> Any:
-    """The inner product of a row with the sum of two others."""
+def signed_sum(typing: Any, x: Any, x0: Any, length: Any, code: Any) -> Any:
+    """The sum of h * x, where h is ±1 as the bits of a code, over a multiple of 16 numbers."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        px, py = (pointer_of(context, builder, signature, arguments, i) for i in (0, 2))
-        _, x0, _, one, two, length = arguments
-        sums, rests = _products(builder, px, x0, [(py, one), (py, two)], length)
-        return _total(builder, builder.fadd(*sums), builder.fadd(*rests))
+        px = pointer_of(context, builder, signature, arguments, 0)
+        _, x0, length, code = arguments
+        sums = cgutils.alloca_once(builder, VECTOR)
+        builder.store(ZERO, sums)
+        with steps(builder, integer(0), length, LANES) as index:
+            value = load(builder, px, builder.add(x0, index))
+            bits = builder.trunc(builder.lshr(code, index), ir.IntType(LANES))
+            mask = builder.bitcast(bits, ir.VectorType(ir.IntType(1), LANES))
+            term = builder.select(mask, value, builder.fneg(value))
+            builder.store(builder.fadd(builder.load(sums), term), sums)
+        return _total(builder, builder.load(sums), ir.Constant(F32, 0.0))
 
-    index = types.int64
-    return types.float32(x, index, y, index, index, index), emit
+    return types.float32(x, types.int64, types.int64, types.int64), emit
 
 
 @intrinsic
