@@ -127,18 +127,13 @@ class Affinity:
     def prepared(self, bits: int, heads: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """`scale` and `ratio` (H, G) and the smallest denominator a key (H,), in fp32 for fused backends.
 
-        Kept until beta or weight change, unless a gradient is needed: this takes as long as a short kernel.
+        Kept where beta and weight are numbers: this takes as long as a short kernel.
         """
-        given = [x for x in (self.beta, self.weight) if isinstance(x, Tensor)]
-        changing = torch.compiler.is_compiling() or any(
-            x.is_inference() or (x.requires_grad and torch.is_grad_enabled()) for x in given
-        )
-        key = None
-        if not changing:
-            mode = torch.is_inference_mode_enabled()
-            key = (bits, heads, device, mode, *(x._version for x in given))
-            if key in self._prepared:
-                return self._prepared[key]
+        key, learned = None, isinstance(self.beta, Tensor) or isinstance(self.weight, Tensor)
+        if not learned and not torch.compiler.is_compiling():
+            key = (bits, heads, device, torch.is_inference_mode_enabled())
+        if key in self._prepared:
+            return self._prepared[key]
         like = torch.empty(0, dtype=torch.float32, device=device)
         scale, ratio = (x.expand(heads, -1).contiguous() for x in self.levels(bits, like))
         found = scale, ratio, FLOOR * self.total(like).detach().expand(heads)

@@ -93,8 +93,10 @@ def eco_attention(
         if functions is not None and (key_hasher is None or key_functions is not None):
             if isinstance(functions, Signs) and isinstance(key_functions, Signs):
                 key_functions = None
+            # `Signs` holds no tensor whose shape says what it is for; eager raises where tokens do not fit.
+            fits = not isinstance(functions, Signs) or hasher.bits == q.shape[-1]
             given = (q, k, v, key_padding_mask, key_weight, functions, key_functions)
-            out = _fused(given, affinity, is_causal, wanted)
+            out = _fused(given, affinity, is_causal, wanted) if fits else None
             if out is not None:
                 return out
     keys = q if k is None else k

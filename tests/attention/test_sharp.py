@@ -104,9 +104,16 @@ def test_every_ingredient_is_an_option_of_other_hashed_attention():
         assert module.qk.out_features == 48
         hasher = module.hasher.fit(torch.randn(4, 3, 13, 8))
         x = tokens()
+        with torch.no_grad():
+            for parameter in (*module.affinity.parameters(), *module.key_weights.parameters()):
+                parameter.normal_()
+        beta, omega = module.affinity.beta.sigmoid(), module.affinity.weight.softmax(dim=-1)
+        weight = 2.0 ** (12 * torch.tanh(module.key_weights.exponent(x) / 12)).round().transpose(1, 2)
         q, k = (y.unflatten(-1, (3, 8)).transpose(1, 2) for y in module.qk(x).chunk(2, dim=-1))
         v = module.v(x).unflatten(-1, (3, 8)).transpose(1, 2)
-        out = reference.grouped_attention(hasher(q), hasher(k), v, 4, 0.5, 0.25)
+        out = reference.grouped_attention(
+            hasher(q), hasher(k), v, 4, beta, omega, None, False, key_weight=weight
+        )
         torch.testing.assert_close(module(x), module.proj(out.transpose(1, 2).flatten(2)))
 
 
@@ -132,6 +139,8 @@ def test_conversion_keeps_queries_and_keys_apart():
         ("groups=5 must divide codes of 16 bits", {"groups": 5}),
         ("groups=1 must divide codes of 16 bits", {"groups": 1}),
         ("bias='tight' and groups=4 exclude each other", {"bias": "tight"}),
+        ("bits must be a whole number of at least 1, got 0", {"bits": 0}),
+        ("bits must be a whole number of at least 1, got '16'", {"bits": "16"}),
     ],
 )
 def test_mistakes(message, options):
@@ -163,9 +172,13 @@ def test_soft_start_ends_with_signs():
         model.train()
         soft.step()
     assert torch.equal(model(ids), exact)
-    resumed = SoftStart(encoder(), steps=4)
+    again = encoder().train()
+    resumed = SoftStart(again, steps=4)
     resumed.load_state_dict({"done": 2})
-    assert resumed.done == 2
+    hasher = next(iter(hashers_of(again).values()))
+    torch.testing.assert_close(hasher(y), torch.tanh(scaled(y) / 0.5))
+    resumed.load_state_dict({"done": 4})
+    assert torch.equal(hasher(y), reference.sign(y))
     assert "temperature" not in "".join(model.state_dict())
 
 
@@ -220,5 +233,61 @@ def test_exports_with_any_number_of_tokens():
 
 def test_saves_and_loads(tmp_path):
     model, ids = encoder().eval(), torch.randint(1, 9, (2, N))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".affinity." in name or ".key_weights." in name:
+                parameter.normal_()
     ecoformer.save(model, tmp_path / "model.safetensors")
     assert torch.equal(ecoformer.load(tmp_path / "model.safetensors").eval()(ids), model(ids))
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+def test_tokens_must_fit_the_hasher(backend):
+    q, v = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 4)
+    with pytest.raises(ValueError, match=r"tokens must be \(B, 2, N, 8\)"):
+        ecoformer.eco_attention(q, v, SignHasher(2, 8, surrogate="scaled"), backend=backend)
+
+
+def test_separate_codes_of_input_sized_kernels_are_refused():
+    with pytest.raises(ValueError, match="separate=True"):
+        create_attention("eco", 16, 2, sigma="input", separate=True)
+
+
+def test_new_draws_keep_what_was_learned():
+    torch.manual_seed(0)
+    options = {"groups": 4, "separate": True, "key_weights": True}
+    old = create_attention("lsh_eco", DIM, HEADS, **options)
+    nn.init.normal_(old.key_weights.exponent.weight)
+    new = type(old).from_softmax(old, seed=1, **options)
+    assert torch.equal(new.key_weights.exponent.weight, old.key_weights.exponent.weight)
+    assert not torch.equal(new.hasher.planes, old.hasher.planes)
+
+
+def test_frozen_projections_stay_frozen():
+    module = SharpEcoAttention.from_softmax(SoftmaxAttention(DIM, HEADS).requires_grad_(False))
+    assert not any(p.requires_grad for p in (*module.qk.parameters(), *module.v.parameters()))
+    assert module.affinity.beta.requires_grad
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_infinite_projections_have_signs(grad):
+    y = torch.tensor([[1.0, torch.inf, -2.0, -1e30]], requires_grad=grad)
+    assert sign_ste(y, "scaled").tolist() == [[1, 1, -1, -1]]
+
+
+def test_layers_built_without_memory_load():
+    state = create_attention("lsh_eco", DIM, HEADS).state_dict()
+    with torch.device("meta"):
+        module = create_attention("lsh_eco", DIM, HEADS)
+    module.load_state_dict(state, assign=True)
+    module.to("cpu").train()
+    SoftStart(module, steps=2)
+    assert module(tokens()).isfinite().all()
+
+
+def test_quality_takes_signs():
+    hasher, y = SignHasher(2, 8, surrogate="scaled"), torch.randn(2, 2, 20, 8)
+    expected = hasher.quality(y, neighbours=3).recall
+    SoftStart(hasher.train(), steps=5)
+    assert hasher.quality(y, neighbours=3).recall == expected
+    assert hasher.training

@@ -126,7 +126,7 @@ class Attention(Described, SharesTokens, nn.Module):
         if isinstance(layer, Attention):
             redrawn = kwargs.get("seed") is not None
             parts = shared_parts(layer, new)
-            carry_parts(layer, new, [part for part in parts if part == "local" or not redrawn])
+            carry_parts(layer, new, [part for part in parts if part != "hasher" or not redrawn])
         return new
 
     def attend(

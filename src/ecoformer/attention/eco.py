@@ -11,7 +11,7 @@ from typing_extensions import Self
 from ecoformer.affinity import Affinity, Bias
 from ecoformer.attention.base import Attention, head_dim_of
 from ecoformer.attention.registry import register_attention
-from ecoformer.attention.weights import Projections
+from ecoformer.attention.weights import Projections, owner_of
 from ecoformer.backends.hashing import Surrogate
 from ecoformer.functional import eco_attention
 from ecoformer.hashing import Hasher, KernelHasher, KlshHasher, LshHasher, SignHasher
@@ -75,7 +75,8 @@ class HashedAttention(Attention):
         hasher: codes of the projected tokens, for `num_heads` heads.
         bias: "paper", "tight" or "official", see `hash_attention`.
         groups: cut codes into groups of bits with a learned affinity, see `Affinity` and `LearnedAffinity`.
-        separate: project queries and keys separately, so they have different codes.
+        separate: project queries and keys separately, so they have different codes. Hash functions that are
+            fitted learn from the keys.
         key_weights: learn how much each key counts, see `KeyWeights`.
         kwargs: `qkv_bias`, `proj_drop`, `local`, as every mechanism takes them.
     """
@@ -103,6 +104,8 @@ class HashedAttention(Attention):
         fixed = Affinity.of(bias, hasher.bits)
         if hasher.num_heads != num_heads:
             raise ValueError(f"hasher is for {hasher.num_heads} heads, but num_heads={num_heads}")
+        if separate and not hasher.token_wise:
+            raise ValueError('separate=True needs sigma="stored": sigma="input" would depend on padding')
         if groups is not None:
             if bias != "paper":
                 raise ValueError(f"bias={bias!r} and groups={groups} exclude each other: leave one out")
@@ -329,6 +332,8 @@ class SharpEcoAttention(HashedAttention):
         **kwargs: Any,
     ) -> None:
         head_dim_of(dim, num_heads)
+        if not isinstance(bits, int) or bits < 1:
+            raise ValueError(f"bits must be a whole number of at least 1, got {bits!r}")
         if groups is None:
             if bits % 4:
                 raise ValueError(f"bits={bits} cannot be cut into groups of 4 bits: set groups")
@@ -342,7 +347,7 @@ class SharpEcoAttention(HashedAttention):
             key_weights=key_weights,
             **kwargs,
         )
-        # What all tokens have in common moves no softmax, but it makes codes alike.
+        # A part that all tokens share does not change softmax attention, but it makes their codes equal.
         for linear in (self.qk, self.v, self.proj):
             if isinstance(linear, nn.Linear) and linear.bias is not None:
                 nn.init.zeros_(linear.bias)
@@ -362,4 +367,6 @@ class SharpEcoAttention(HashedAttention):
             biases = [zero if bias is None else bias for _, bias in parts]
             rows = [planes @ bias.view(heads, new.head_dim, 1) for bias in biases]
             new.qk.bias.copy_(torch.cat(rows).flatten())
+        if not any(owner_of(weight).requires_grad for weight, _ in parts):
+            new.qk.requires_grad_(False)
         return new

@@ -140,14 +140,14 @@ def dropout_of(layer: nn.Module, name: str) -> float:
     return float(value.p if isinstance(value, nn.Dropout) else value if isinstance(value, float) else 0.0)
 
 
-def _owner(tensor: Tensor) -> Tensor:
+def owner_of(tensor: Tensor) -> Tensor:
     """The parameter that a tensor is a part of."""
     return tensor if tensor._base is None else tensor._base
 
 
 def unread_parameters(layer: nn.Module, source: Projections, known: tuple[str, ...] = ()) -> list[str]:
     """Parameters of `layer` that are neither in `source` nor under one of the `known` names."""
-    read = {id(_owner(part)) for part in source if isinstance(part, Tensor)}
+    read = {id(owner_of(part)) for part in source if isinstance(part, Tensor)}
     return [
         name
         for name, parameter in layer.named_parameters()
@@ -180,7 +180,7 @@ def _fill(parameter: Tensor | None, sources: list[Tensor | None], freeze: bool) 
         return
     for part, value in zip(parameter.data.chunk(len(sources)), sources, strict=True):
         part.zero_() if value is None else part.copy_(value)
-    given = [_owner(value) for value in sources if value is not None]
+    given = [owner_of(value) for value in sources if value is not None]
     if freeze and given and not any(value.requires_grad for value in given):
         parameter.requires_grad_(False)
 

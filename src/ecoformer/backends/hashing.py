@@ -91,9 +91,12 @@ def sign_ste(x: Tensor, surrogate: Surrogate = "hardtanh", zero: float = 1.0) ->
 
 
 def scaled(x: Tensor) -> Tensor:
-    """x (..., b) over the root mean square of its last dimension, which counts as a constant."""
+    """x (..., b) over the root mean square of its last dimension, which counts as a constant.
+
+    Zero where that overflows.
+    """
     square = x.detach().square().mean(dim=-1, keepdim=True)
-    return x * torch.where(square == 0, 1, square).rsqrt()
+    return torch.where(square.isinf(), 0, x) * torch.where(square == 0, 1, square).rsqrt()
 
 
 def unit_length(tokens: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ecoformer.attention import Attention, HashedAttention, attention_class
 from ecoformer.attention.registry import constructor_error
@@ -225,10 +226,9 @@ def _count_tokens(model: nn.Module, layers: list[nn.Module], example: Any) -> di
     tensors = [*model.parameters(), *model.buffers()]
     device = next((t.device for t in tensors), torch.device("cpu"))
     dtype = next((t.dtype for t in tensors if t.is_floating_point()), None)
-    if isinstance(example, Tensor) and example.is_floating_point():
-        example = example.to(dtype)
+    example = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, example)
     try:
-        with eval_mode(model):
+        with eval_mode(model), torch.no_grad():
             run(model, move(example, device))
     finally:
         for handle in hooks:
@@ -285,7 +285,8 @@ def _notes(model: nn.Module, pairs: list[tuple[Found, Attention]]) -> list[str]:
             "spatial reductions and windows are left behind: every token is a key now, so fine-tune the model"
         )
     hashed = [attention for _, attention in pairs if isinstance(attention, HashedAttention)]
-    if any(attention.local is None for attention in hashed) and not _has_convolutions(model):
+    blunt = [attention for attention in hashed if attention.groups is None]
+    if any(attention.local is None for attention in blunt) and not _has_convolutions(model):
         notes.append(
             "no convolution mixes neighbours in this model, and hashed attention cannot single them out: "
             "consider local=7 (text) or local=(3, 3) (images), and distill"

@@ -19,6 +19,7 @@ from ecoformer.hashing.quality import HashQuality, hash_quality
 from ecoformer.hashing.solver import FitOptions
 from ecoformer.operations import Described
 from ecoformer.randomness import seeded
+from ecoformer.running import eval_mode
 
 
 class UnfittedHasherError(RuntimeError):
@@ -43,7 +44,7 @@ class Hasher(Described, nn.Module):
     computed_by = "project"
     learns: ClassVar[bool] = True
     fitted: Tensor
-    temperature: Tensor
+    temperature: Tensor | None
     soft = False
     """Whether codes are tanh(`scaled(y)` / temperature) in training, not signs; see `SoftStart`."""
 
@@ -68,7 +69,7 @@ class Hasher(Described, nn.Module):
         self.num_heads, self.head_dim, self.bits = num_heads, head_dim, bits
         self.surrogate, self.sign_of_zero = surrogate, float(sign_of_zero)
         self.register_buffer("fitted", torch.tensor(False))
-        self.register_buffer("temperature", torch.ones(()), persistent=False)
+        self.register_buffer("temperature", None, persistent=False)
         self._known_fitted = False
 
     def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
@@ -103,7 +104,7 @@ class Hasher(Described, nn.Module):
         # Codes depend on the sign of small differences, which half precision would flip.
         with full_precision(tokens.device):
             y = self.project(_widened(tokens), None if key_padding_mask is None else ~key_padding_mask)
-            if self.soft and self.training:
+            if self.soft and self.training and self.temperature is not None:
                 return torch.tanh(scaled(y) / self.temperature).to(tokens.dtype)
             return sign_ste(y, self.surrogate, self.sign_of_zero).to(tokens.dtype)
 
@@ -147,7 +148,8 @@ class Hasher(Described, nn.Module):
         self, tokens: Tensor, neighbours: int = 10, key_padding_mask: Tensor | None = None
     ) -> HashQuality:
         """Objective and recall of the codes on tokens (B, H, N, D), preferably not those of `fit`."""
-        codes, tokens, valid = self(tokens, key_padding_mask), _widened(tokens), None
+        with eval_mode(self):
+            codes, tokens, valid = self(tokens, key_padding_mask), _widened(tokens), None
         if key_padding_mask is not None:
             valid = ~key_padding_mask
             tokens = tokens.masked_fill(key_padding_mask[:, None, :, None], 0)

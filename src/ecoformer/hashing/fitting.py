@@ -164,8 +164,8 @@ class SoftStart:
 
     Call `step` once before or after every optimiser step. In the first `steps` steps codes are tanh(y / T)
     of the projections y, each over its root mean square, with T falling from 1 to 0 in equal steps;
-    afterwards they are signs. Evaluation always takes signs. Soft codes have exact gradients, which helps
-    where attention must single out tokens, but delays what needs exact codes: see docs/choosing.md.
+    afterwards they are signs. Evaluation always takes signs. Soft codes have exact gradients, which
+    helps where attention must single out tokens: see docs/choosing.md. Layers in eval mode take signs.
 
     >>> soft = SoftStart(model, steps=0.7 * total_steps)
     >>> for batch in loader:
@@ -191,6 +191,8 @@ class SoftStart:
         left = 1 - done / self.steps if done < self.steps else 0.0
         for hasher in hashers_of(self.model).values():
             hasher.soft = left > 0
+            if hasher.temperature is None or hasher.temperature.device != hasher.fitted.device:
+                hasher.temperature = torch.ones((), device=hasher.fitted.device)
             hasher.temperature.fill_(left)
 
     def state_dict(self) -> dict[str, int]:

@@ -112,7 +112,7 @@ class Hashing(Section):
     samples: Positive = 64
     refit_every: Count = 30
     """Epochs between fits, the paper's tau; 0 fits once, before the first step."""
-    soft_start: Share = 0.0
+    soft_start: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the steps in which codes are soft, see `SoftStart`."""
 
 
@@ -163,7 +163,9 @@ class Recipe(Section):
     tensorboard: bool = False
 
     @model_validator(mode="after")
-    def _one_mask_rate(self) -> Self:
+    def _agrees(self) -> Self:
+        if self.hashing.soft_start and self.mode == "eval":
+            raise ValueError("hashing.soft_start needs mode: train, codes are exact in eval mode")
         if self.data.name in MASKED_DATA and "rate" in self.data.options:
             raise ValueError("data.options.rate is now mask_rate, for training and testing: set that instead")
         return self
