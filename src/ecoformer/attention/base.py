@@ -22,6 +22,10 @@ from ecoformer.attention.weights import (
 from ecoformer.operations import Described
 
 
+_LEARNED = ("local", "affinity", "key_weights")
+"""Parts of a mechanism that are never drawn at random."""
+
+
 def head_dim_of(dim: int, num_heads: int) -> int:
     """Channels of a head."""
     if num_heads < 1 or dim < 1 or dim % num_heads:
@@ -126,7 +130,7 @@ class Attention(Described, SharesTokens, nn.Module):
         if isinstance(layer, Attention):
             redrawn = kwargs.get("seed") is not None
             parts = shared_parts(layer, new)
-            carry_parts(layer, new, [part for part in parts if part != "hasher" or not redrawn])
+            carry_parts(layer, new, [part for part in parts if part in _LEARNED or not redrawn])
         return new
 
     def attend(
