@@ -21,7 +21,6 @@ from ecoformer.attention.weights import (
 )
 from ecoformer.operations import Described
 
-
 _LEARNED = ("local", "affinity", "key_weights")
 """Parts of a mechanism that are never drawn at random."""
 
