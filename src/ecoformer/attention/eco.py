@@ -49,7 +49,7 @@ class KeyWeights(nn.Module):
     """How much each key counts, a power of two for every head: a shift in hardware.
 
     A linear map of the token gives the exponent, rounded, and kept between -12 and 12 by a tanh. It starts at
-    0: all keys count 1. The gradient passes the rounding as if it were not there.
+    0: all keys count 1. Rounding is straight-through: the gradient ignores it.
     """
 
     def __init__(self, dim: int, num_heads: int, bias: bool) -> None:
@@ -127,7 +127,7 @@ class HashedAttention(Attention):
         is_causal: bool,
         key_weight: Tensor | None = None,
     ) -> Tensor:
-        """Hash queries and keys and attend, in one operator where that can be."""
+        """Hash queries and keys and attend, in one fused operator where possible."""
         return eco_attention(
             q,
             v,

@@ -107,13 +107,11 @@ def projections_of(layer: nn.Module) -> Projections:
             source.check(type(layer).__name__)
             return source
         if isinstance(qk, nn.Linear) and isinstance(v, nn.Linear):
+            source = Projections.of_linears(heads, qk, qk, v, out, **dropouts)
             if getattr(layer, "separate", False):
                 q, k = qk.weight.chunk(2)
                 q_bias, k_bias = (None, None) if qk.bias is None else qk.bias.chunk(2)
-                source = Projections.of_linears(heads, qk, qk, v, out, **dropouts)
                 source = source._replace(q=q, k=k, q_bias=q_bias, k_bias=k_bias)
-            else:
-                source = Projections.of_linears(heads, qk, qk, v, out, **dropouts)
             source.check(type(layer).__name__)
             return source
     raise TypeError(

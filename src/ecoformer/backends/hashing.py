@@ -31,7 +31,7 @@ class Hyperplanes(NamedTuple):
 
 
 class Signs(NamedTuple):
-    """Tokens are projections already, one channel a bit: a code is their signs. The gradient is "scaled"."""
+    """Tokens are already projections, one channel per bit; codes are their signs, the gradient "scaled"."""
 
 
 Functions = HashFunctions | Hyperplanes | Signs

@@ -162,7 +162,7 @@ class RefitHashers:
 class SoftStart:
     """Callback for training loops: codes start soft and become exact signs.
 
-    Call `step` once before or after every optimiser step. In the first `steps` steps codes are tanh(y / T)
+    Call `step` once after every optimiser step. In the first `steps` steps codes are tanh(y / T)
     of the projections y, each over its root mean square, with T falling from 1 to 0 in equal steps;
     afterwards they are signs. Evaluation always takes signs. Soft codes have exact gradients, which
     helps where attention must single out tokens: see docs/choosing.md. Layers in eval mode take signs.
