@@ -19,6 +19,11 @@ from ecoformer.operations import Counts, Operations, Product, mac
 from ecoformer.randomness import seeded
 
 LARGEST_EXPONENT = 12
+_EXPONENT_GAIN = 4
+"""The exponent's linear map is scaled by this, so that it learns faster than the other layers.
+
+With 1, ListOps did not start to learn in 2,500 steps; with 16, recall got worse.
+"""
 _SMALLEST = 2.0**-20
 """Of a learned beta or weight."""
 
@@ -48,8 +53,8 @@ class LearnedAffinity(nn.Module):
 class KeyWeights(nn.Module):
     """How much each key counts, a power of two for every head: a shift in hardware.
 
-    A linear map of the token gives the exponent, rounded, and kept between -12 and 12 by a tanh. It starts at
-    0: all keys count 1. Rounding is straight-through: the gradient ignores it.
+    Four times a linear map of the token gives the exponent, kept between -12 and 12 by a tanh, and rounded. It
+    starts at 0: all keys count 1. Rounding is straight-through: the gradient ignores it.
     """
 
     def __init__(self, dim: int, num_heads: int, bias: bool) -> None:
@@ -61,7 +66,8 @@ class KeyWeights(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Tokens (B, N, dim) to weights (B, H, N) in the dtype of projections, where they are exact."""
         projected = self.exponent(x)
-        exponent = LARGEST_EXPONENT * torch.tanh(_wide(projected) / LARGEST_EXPONENT)
+        scale = _EXPONENT_GAIN / LARGEST_EXPONENT
+        exponent = LARGEST_EXPONENT * torch.tanh(_wide(projected) * scale)
         rounded = exponent + (exponent.round() - exponent).detach()
         return torch.exp2(rounded).to(projected.dtype).transpose(1, 2)
 
@@ -347,10 +353,6 @@ class SharpEcoAttention(HashedAttention):
             key_weights=key_weights,
             **kwargs,
         )
-        # A part that all tokens share does not change softmax attention, but it makes their codes equal.
-        for linear in (self.qk, self.v, self.proj):
-            if isinstance(linear, nn.Linear) and linear.bias is not None:
-                nn.init.zeros_(linear.bias)
 
     @classmethod
     @torch.no_grad()
