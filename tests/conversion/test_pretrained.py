@@ -1,13 +1,16 @@
 """Converted Hugging Face models through `save_pretrained` and back, by transformers and by `load`."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import ecoformer
-from ecoformer import CheckpointError, FitOptions, convert
+from ecoformer import CheckpointError, FitOptions, convert, third_party
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -90,22 +93,38 @@ def test_two_conversions(tmp_path):
     assert torch.equal(ecoformer.load(tmp_path)(IDS).logits, model(IDS).logits)
 
 
-def test_a_trainer_checkpoint(tmp_path):
+def trainer(model, folder, steps, **settings):
     pytest.importorskip("accelerate")
-    model = build()
-    convert(model, "eco", bits=8, support=4)
-    fit(model)
     rows = [{"input_ids": row, "labels": int(row[0]) % 2} for row in IDS]
+    settings = {"save_steps": 1, "learning_rate": 1e-2, "per_device_train_batch_size": 2} | settings
     arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no"
+        str(folder), max_steps=steps, report_to=[], use_cpu=True, disable_tqdm=True, seed=3, **settings
     )
-    trainer = transformers.Trainer(model, arguments, train_dataset=rows)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "checkpoint"))
-    logits = model.eval()(IDS).logits
-    model = ecoformer.load(tmp_path / "checkpoint")
-    assert torch.equal(model(IDS).logits, logits)
-    transformers.Trainer(model, arguments, train_dataset=rows).train()
+    return transformers.Trainer(model, arguments, train_dataset=rows)
+
+
+def converted(mechanism="lsh_eco"):
+    model = build()
+    convert(model, mechanism, **({"bits": 8, "seed": 0} if mechanism == "lsh_eco" else {}))
+    return model
+
+
+def test_a_trainer_checkpoint(tmp_path):
+    model = converted()
+    trainer(model, tmp_path, 2, gradient_checkpointing=True).train()
+    file = ecoformer.save(model, tmp_path / "file.safetensors")  # runtime flags do not matter
+    for again in (ecoformer.load(tmp_path / "checkpoint-2"), ecoformer.load(file)):
+        assert torch.equal(again(IDS).logits, model.eval()(IDS).logits)
+    resumed = converted()
+    trainer(resumed, tmp_path, 2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    torch.testing.assert_close(resumed.eval()(IDS).logits, model(IDS).logits)
+    # Without `strict`, transformers only warns of weights that are missing or unexpected.
+    for other in (build(), converted("softmax")):
+        with pytest.raises(RuntimeError, match=r"attention\.self\.query"):
+            trainer(other, tmp_path, 2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    trainer(build(), tmp_path / "original", 1).train()
+    with pytest.raises(RuntimeError, match="converted to lsh_eco, but the weights are not converted"):
+        trainer(model, tmp_path, 2).train(resume_from_checkpoint=str(tmp_path / "original" / "checkpoint-1"))
 
 
 def test_shapes_that_the_config_does_not_have_are_refused(saved):
@@ -141,15 +160,38 @@ def test_damaged_configs_are_refused(saved, tmp_path, change):
     assert "\n" not in str(caught.value)
 
 
-def test_a_process_that_has_not_registered_us_is_warned(saved, monkeypatch, caplog):
+@pytest.mark.parametrize("options", [{}, {"attn_implementation": "sdpa"}, {"config": "its own"}])
+def test_an_unconverted_model_does_not_take_the_weights(saved, monkeypatch, options):
     from transformers.quantizers import auto
 
-    for known in (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
-        monkeypatch.delitem(known, "ecoformer")
-    monkeypatch.setattr(transformers.logging.get_logger("transformers"), "propagate", True)
-    caplog.set_level("WARNING", logger="transformers")  # other tests make it quieter
-    Classifier.from_pretrained(saved[0])
-    assert "got ecoformer" in caplog.text
+    if "config" not in options:
+        for known in (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
+            monkeypatch.delitem(known, "ecoformer")
+    else:
+        options = {"config": transformers.BertConfig(**SIZES)}
+    for cls in (Classifier, transformers.AutoModelForSequenceClassification):
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+            cls.from_pretrained(saved[0], **options)
+
+
+@pytest.mark.parametrize("first", ["ecoformer", "transformers"])
+def test_a_process_that_only_imports_us(saved, first):
+    """transformers finds us if it was imported before, or refuses the weights."""
+    second = {"ecoformer": "transformers", "transformers": "ecoformer"}[first]
+    script = f"""
+import runpy
+repair = runpy.run_path({third_party.__file__!r})
+repair["repair_torchvision"]()
+import {first}, {second}
+transformers.AutoModel.from_pretrained({str(saved[0])!r})
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    if first == "transformers":
+        assert run.returncode == 0, run.stderr
+    else:
+        assert run.returncode != 0
+        assert "got ecoformer" in run.stderr
+        assert "MISMATCH" in run.stderr
 
 
 @pytest.mark.parametrize("name", ["Roberta", "DistilBert", "Electra", "ViT", "DeiT", "Dinov2", "ViTMSN"])
@@ -166,13 +208,22 @@ def test_every_family_comes_back(name, tmp_path):
     model.save_pretrained(tmp_path)
     again = ecoformer.load(tmp_path)
     assert torch.equal(again(x).last_hidden_state, model(x).last_hidden_state)
+    # The Trainer does not rename them back.
+    weights = load_file(tmp_path / "model.safetensors")
+    if weights.keys() == model.state_dict().keys():
+        assert not any(model.load_state_dict(weights, strict=False))
+    else:
+        with pytest.raises(RuntimeError, match=r"q_proj is missing.*ecoformer\.load"):
+            model.load_state_dict(weights, strict=False)
 
 
-def test_weights_that_are_not_converted_are_refused(tmp_path):
+def test_weights_of_another_model_with_the_same_config_are_refused(tmp_path):
     """Models that are built from one config object share it, and with it the record of a conversion."""
     config = transformers.BertConfig(**SIZES)
-    converted, other = Classifier(config), Classifier(config)
-    convert(converted, "softmax")
-    other.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="quantization_config"):
-        Classifier.from_pretrained(tmp_path)
+    first, second, third = (Classifier(config) for _ in range(3))
+    convert(first, "softmax")
+    convert(second, "lsh_eco", seed=0)
+    for model, was in ((first, "converted to softmax"), (third, "not converted")):
+        model.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=f"quantization_config .* converted to lsh_eco, but .* {was}"):
+            Classifier.from_pretrained(tmp_path)

@@ -47,7 +47,7 @@ _IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention")
 _RATES = {"p", "drop_prob", "drop_path_rate"}
 """Dropout changes training only, and many models do not remember theirs."""
 _IGNORED = {"training", "inplace", "img_size", "num_patches", "H", "W"}
-_IGNORED |= {"grad_checkpointing", "gradient_checkpointing"}
+_IGNORED |= {"grad_checkpointing", "gradient_checkpointing", "chunk_size_feed_forward", "name_or_path"}
 _IGNORED |= {"pretrained_cfg", "default_cfg", ARGUMENTS, "warnings_issued", "all_tied_weights_keys"}
 
 

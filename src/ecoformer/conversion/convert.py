@@ -250,8 +250,11 @@ def _new_layer(model: nn.Module, cls: type[Attention], found: Found, settings: d
     attention.train(found.inner.training)
     if rule is None:
         return attention
-    bound = old.bound if isinstance(old, Adapter) else rule.bind(old) if rule.bind else {}
-    return Adapter(attention, rule, image, bound).train(old.training)
+    if isinstance(old, Adapter):
+        bound, guard = old.bound, old.guard
+    else:
+        bound, guard = rule.bind(old) if rule.bind else {}, rule.guard(old) if rule.guard else None
+    return Adapter(attention, rule, image, bound, guard).train(old.training)
 
 
 def _image(model: nn.Module, found: Found, local: int | tuple[int, int]) -> ImageGrid | None:

@@ -167,9 +167,13 @@ _HUGGING_FACE_NAMES = (
 """Names of the linear layers (None: the model projects outside the layer), of the heads and the dropout."""
 
 
-def _separate(layer: Any) -> Projections:
+def _names_in(layer: Any) -> tuple[tuple[str | None, ...], str, str]:
     known = (names for names in _HUGGING_FACE_NAMES if hasattr(layer, str(names[0][0])))
-    linears, heads, drop = next(known, _HUGGING_FACE_NAMES[-1])
+    return next(known, _HUGGING_FACE_NAMES[-1])
+
+
+def _separate(layer: Any) -> Projections:
+    linears, heads, drop = _names_in(layer)
     parts: list[Any] = [getattr(layer, name) if name else None for name in linears]
     return Projections.of_linears(getattr(layer, heads), *parts, attn_drop=dropout_of(layer, drop))
 
@@ -245,6 +249,7 @@ for _module, _class in _TRANSFORMERS.items():
         call=call_transformers,
         refuse=_refuse_transformers,
         image=_transformers_image if _class in _ONE_GRID else None,
+        guard=lambda layer: str(_names_in(layer)[0][0]),
     )
 register_conversion(
     nn.MultiheadAttention,

@@ -2,16 +2,20 @@
 
 `convert` records what it did in the model's config. transformers builds a model from its config and then
 loads the weights. A quantisation method may change the model in between, so a conversion is registered as
-one: `quant_method="ecoformer"`. A process that has not registered it gets a warning about an unknown method.
+one: `quant_method="ecoformer"`. Where it is not registered, transformers warns of an unknown method and then
+refuses the weights (`rules.Replaced`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+
+from ecoformer.conversion.rules import Replaced
 
 METHOD = "ecoformer"
 
@@ -54,7 +58,10 @@ def _pretrained_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def register_with_transformers() -> None:
-    """Let `from_pretrained` of transformers load converted models; `convert` and `load` call this."""
+    """Let `from_pretrained` of transformers load converted models.
+
+    `convert`, `load` and, if transformers is imported already, `import ecoformer` call this.
+    """
     from transformers.quantizers import auto
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -77,12 +84,9 @@ def register_with_transformers() -> None:
         def is_serializable(self) -> bool:
             return True
 
-        def _process_model_before_weight_loading(
-            self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
-        ) -> None:
+        def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
             from ecoformer.conversion.convert import reapply
 
-            _check_converted(checkpoint_files or ())
             config: Any = self.quantization_config
             for record in config.conversions:
                 layers = {_name_in(model, name): settings for name, settings in record["layers"].items()}
@@ -90,6 +94,12 @@ def register_with_transformers() -> None:
             self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
         def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+            for name, layer in model.named_modules():
+                if isinstance(layer, Replaced) and (problem := layer.problem(layer.weight)):
+                    raise ValueError(
+                        f"by quantization_config in config.json, {name} is {problem}: do two models share a "
+                        "config? Remove it to load weights that are not converted"
+                    )
             # transformers does not compare shapes where a quantiser is at work.
             for name, tensor in model.state_dict().items():
                 shape = self.shapes[name]
@@ -106,25 +116,13 @@ def register_with_transformers() -> None:
     auto.register_quantizer(METHOD)(ConversionLoader)
 
 
-def _check_converted(files: Sequence[str]) -> None:
-    """Refuse weights of an unconverted model, whose config was shared with a converted one."""
-    from safetensors import safe_open
-
-    if not files or not all(str(file).endswith(".safetensors") for file in files):
-        return
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            names = opened.keys()
-        if any(name.endswith((".attention.qk.weight", ".attention.qkv.weight")) for name in names):
-            return
-    raise ValueError(
-        "quantization_config in config.json records a conversion by ecoformer, but the weights are not "
-        "converted: remove it from config.json to load them"
-    )
-
-
 def _name_in(model: Any, layer: str) -> str:
     """A layer's name in `model`; in a model with a head, names of the base model have a prefix."""
     prefix = f"{model.base_model_prefix}."
     names = {name for name, _ in model.named_modules()}
     return next((n for n in (layer, prefix + layer, layer.removeprefix(prefix)) if n in names), layer)
+
+
+if "transformers" in sys.modules:
+    with contextlib.suppress(ImportError, AttributeError, RuntimeError):  # from_pretrained would fail as well
+        register_with_transformers()

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ecoformer.attention import Attention
 from ecoformer.attention.weights import Projections
@@ -36,6 +37,7 @@ class Rule:
         passes_grid: whether `call` passes `grid` to the mechanism, so that `local=(3, 3)` is possible.
         image: reads the grid from the model, if it is fixed and layers do not get it.
         bind: reads from the layer what `call` needs, as keyword arguments: plain values only.
+        guard: names a linear layer in it, for libraries that load weights without `strict`; see `Replaced`.
     """
 
     projections: Callable[[nn.Module], Projections]
@@ -45,6 +47,7 @@ class Rule:
     passes_grid: bool = False
     image: Callable[[nn.Module], ImageGrid | None] | None = None
     bind: Callable[[Any], dict[str, Any]] | None = None
+    guard: Callable[[Any], str] | None = None
 
 
 _RULES: dict[str, Rule] = {}
@@ -84,6 +87,42 @@ def known_modules() -> set[str]:
     return {name.rpartition(".")[0] for name in _RULES}
 
 
+class Replaced(nn.Module):
+    """Stands where a linear layer was; its `weight` is the mechanism's name, as bytes.
+
+    transformers loads state dicts without `strict`, but neither it nor PyTorch accepts a weight of another
+    shape. So weights of a converted model cannot end up in an unconverted one, nor the other way round.
+    """
+
+    weight: Tensor
+
+    def __init__(self, mechanism: str, device: torch.device) -> None:
+        super().__init__()
+        self.mechanism = mechanism
+        self.register_buffer("weight", torch.tensor([*mechanism.encode()], dtype=torch.uint8, device=device))
+
+    def problem(self, weight: Tensor) -> str | None:
+        """Why a `weight` that was loaded is that of another layer."""
+        is_name = weight.dtype == torch.uint8 and weight.ndim == 1
+        given = bytes(weight.tolist()).decode(errors="replace") if is_name else None
+        was = "not converted" if given is None else f"converted to {given}"
+        problem = f"converted to {self.mechanism}, but the weights are {was}"
+        return None if given == self.mechanism else problem
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        *_, unexpected, errors = args
+        given, problem = state_dict.get(f"{prefix}weight"), None
+        if isinstance(given, Tensor) and not given.is_meta:
+            problem = self.problem(given)
+        elif given is None and unexpected:
+            # A Trainer loads files in which transformers has renamed the weights, and only warns.
+            problem = f"missing, but there is {unexpected[0]}: load a folder with ecoformer.load"
+        if problem is None:
+            super()._load_from_state_dict(state_dict, prefix, *args)
+        else:
+            errors.append(f"{prefix[:-1]} is {problem}")
+
+
 class Adapter(nn.Module):
     """A mechanism in place of a model's own attention, with the same arguments and results."""
 
@@ -93,9 +132,12 @@ class Adapter(nn.Module):
         rule: Rule,
         image: ImageGrid | None = None,
         bound: dict[str, Any] | None = None,
+        guard: str | None = None,
     ) -> None:
         super().__init__()
-        self.attention = attention
+        self.attention, self.guard = attention, guard
+        if guard is not None:
+            self.add_module(guard, Replaced(attention.name, next(attention.parameters()).device))
         self.rule, self.image, self.bound = rule, image, bound or {}
         # nn.TransformerEncoderLayer asks for this before it takes its fast path past the layer.
         self.batch_first = False
