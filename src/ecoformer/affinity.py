@@ -92,7 +92,7 @@ class Affinity:
         """c where the affinity is proportional to c + h . g, as in the paper; None where it is not."""
         if self.groups != bits or isinstance(self.beta, Tensor) or isinstance(self.weight, Tensor):
             return None
-        constant = bits / self.beta
+        constant = int(bits) / self.beta  # torch.jit.trace makes sizes tensors
         whole = float(round(constant))
         return whole if abs(constant - whole) < 1e-9 else constant  # exact sums of whole numbers stay exact
 

@@ -41,6 +41,9 @@ class TokenHasher(Protocol):
     def functions(self) -> Functions | None:
         """The hash functions, where a backend may compute codes itself."""
 
+    def warn_if_random(self) -> None:
+        """Warn if the hash functions should have been learned and were not."""
+
     def __call__(self, tokens: Tensor, key_padding_mask: Tensor | None = None, /) -> Tensor:
         """Codes of tokens."""
 
@@ -98,6 +101,7 @@ def eco_attention(
             given = (q, k, v, key_padding_mask, key_weight, functions, key_functions)
             out = _fused(given, affinity, is_causal, wanted) if fits else None
             if out is not None:
+                (key_hasher or hasher).warn_if_random()
                 return out
     keys = q if k is None else k
     codes_k = (key_hasher or hasher)(keys, key_padding_mask)
@@ -316,8 +320,10 @@ def _product() -> eager.Product:
 
 
 def _watched() -> bool:
-    """Whether a dispatch mode looks at every operator, as counting does: it is shown the single steps."""
-    return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
+    """Whether a dispatch mode or `torch.jit.trace` looks at every operator: it is shown the single steps."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing()
 
 
 def pack_codes(codes: Tensor) -> Tensor:

@@ -10,3 +10,9 @@ def seeded(seed: int | None) -> torch.Generator:
     if seed is None:
         seed = int(torch.randint(2**31, (), device="cpu"))
     return torch.Generator("cpu").manual_seed(seed)
+
+
+def forked() -> torch.Generator:
+    """A CPU generator that follows `torch.manual_seed` and leaves the global random state as it is."""
+    with torch.random.fork_rng(devices=[]):
+        return seeded(None)

@@ -31,7 +31,7 @@ CASES = [(name, options) for name, some in OPTIONS.items() for options in some]
 def _layer(name: str, dim: int, heads: int, **options: Any) -> Attention:
     layer = ecoformer.create_attention(name, dim, heads, **options).eval()
     if hasattr(layer, "hasher"):
-        layer.hasher._set_fitted()
+        layer.hasher.fitted.fill_(True)
     return layer
 
 

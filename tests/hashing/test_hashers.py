@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ecoformer import FitOptions, KernelHasher, KlshHasher, LshHasher, SignHasher, reference
-from ecoformer.hashing import UnfittedHasherError
 
 HEADS, DIM, BITS, SUPPORT = 2, 6, 8, 5
 QUICK = FitOptions(steps=10, pairs=3)
@@ -157,12 +156,13 @@ def test_state_survives(kind, how):
 
 
 @learners
-def test_loading_an_unfitted_state_unfits(kind):
-    hasher = fitted(kind)
+def test_loading_random_hash_functions_warns_again(kind):
+    hasher, new = fitted(kind), MAKERS[kind]()
     hasher(tokens())
-    hasher.load_state_dict(MAKERS[kind]().state_dict())
-    with pytest.raises(UnfittedHasherError, match=r"is not fitted: call its fit\(tokens\)"):
-        hasher(tokens())
+    hasher.load_state_dict(new.state_dict())
+    with pytest.warns(UserWarning, match="fit_hashers"):
+        codes = hasher(tokens())
+    assert torch.equal(codes, new(tokens()))
     assert "fitted=False" in repr(hasher)
 
 
@@ -289,12 +289,48 @@ def test_tokens_are_floating_point(dtype):
 
 
 @learners
-def test_unfitted(kind):
-    hasher = MAKERS[kind]()
-    with pytest.raises(UnfittedHasherError, match=f"^{type(hasher).__name__} is not fitted: call its fit"):
-        hasher(tokens())
+def test_random_hash_functions_run_and_warn_once(kind):
+    state = torch.get_rng_state()
+    hasher, second = MAKERS[kind](), MAKERS[kind]()
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.warns(UserWarning, match="fit_hashers"):
+        codes = hasher(tokens(n=200))
+    assert torch.equal(hasher(tokens(n=200)), codes)  # a second warning would be an error
+    second(tokens())
+    assert codes.mean(dim=(0, 2)).abs().max() < 1
     with pytest.raises(ValueError, match="NaN"):
         hasher.fit(BROKEN)
+    assert not hasher.fitted
+    assert hasher.fit(tokens(), options=QUICK).fitted
+
+
+@every_hasher
+def test_random_hash_functions_follow_the_seed(kind):
+    def drawn(seed):
+        torch.manual_seed(seed)
+        hasher = MAKERS[kind]()
+        again = copy.deepcopy(hasher)
+        torch.manual_seed(seed)
+        again.reset_parameters()
+        return hasher.state_dict(), again.state_dict()
+
+    first, again = drawn(1)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    other, _ = drawn(2)
+    assert kind == "channels" or any(not torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("dim", [1, 4, 64])
+def test_random_projections_have_unit_scale(dim):
+    y = KernelHasher(4, dim, 64).project(torch.randn(8, 4, 500, dim), None)
+    assert y.square().mean().sqrt() == pytest.approx(1, abs=0.15)
+    assert abs(y.mean()) < 0.1
+
+
+def test_zeros_that_earlier_versions_saved_are_drawn():
+    hasher = MAKERS["kernel"]()
+    hasher.load_state_dict({name: torch.zeros_like(x) for name, x in hasher.state_dict().items()})
+    assert hasher.weight.any()
     assert not hasher.fitted
 
 

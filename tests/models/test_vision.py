@@ -1,6 +1,7 @@
 """Every pyramid with every mechanism, and everything that timm asks of a model."""
 
 import copy
+import io
 
 import pytest
 import safetensors.torch
@@ -10,6 +11,7 @@ import ecoformer
 
 timm = pytest.importorskip("timm")
 from timm.data import resolve_model_data_config  # noqa: E402
+from timm.layers import create_feature_extractor, get_graph_node_names  # noqa: E402
 from timm.models import group_parameters  # noqa: E402
 from timm.optim import param_groups_layer_decay  # noqa: E402
 
@@ -304,6 +306,43 @@ def test_compiled(variant):
         torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
 
 
+@both
+def test_built_by_name_runs_at_once(variant):
+    model = timm.create_model(f"ecoformer_{variant}", **NARROW[variant]).eval()
+    with pytest.warns(UserWarning, match="fit_hashers"):
+        logits = model(images())
+    assert torch.equal(model(images()), logits)  # another warning would be an error
+    assert not any(hasher.fitted for hasher in ecoformer.hashers_of(model).values())
+    copy.deepcopy(model)(images())
+    fit(model, images(64, 96))(images())
+
+
+@both
+def test_torch_fx(variant):
+    model, x = small(variant, config={"local": (3, 3)}), images(64, 64)
+    last = [name for name in get_graph_node_names(model)[1] if name.endswith("attn")][-1]
+    traced = create_feature_extractor(model, [last, "head"])
+    assert torch.equal(traced(x)["head"], model(x))
+    traced.train()(x)["head"].sum().backward()
+    assert all(p.grad is not None for p in traced.parameters())
+
+
+@both
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attention", ["eco", "sharp_eco"])
+def test_torchscript_by_tracing(variant, attention):
+    model = small(variant, attention, config={"local": (3, 3)})
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.trace"):
+        torch.jit.script(model)
+    file = io.BytesIO()
+    with torch.no_grad():
+        torch.jit.save(torch.jit.trace(model, images(64, 64)), file)
+    file.seek(0)
+    loaded, x = torch.jit.load(file), images(96, 64, batch=3)
+    torch.testing.assert_close(loaded(x), model(x))
+    assert not any(node.kind().startswith("ecoformer") for node in loaded.inlined_graph.nodes())
+
+
 def test_known_to_timm():
     assert set(timm.list_models("ecoformer_*")) == {f"ecoformer_{variant}" for variant in WIDTHS}
     for variant in WIDTHS:
@@ -330,8 +369,6 @@ def test_mistakes_are_named():
         small("pvt_v2_b0", config={"bitz": 4})
     with pytest.raises(ValueError, match=r"^layers='nowhere' matches no attention layer"):
         small("pvt_v2_b0", attention_layers="nowhere")
-    with pytest.raises(ecoformer.UnfittedHasherError, match="fit_hashers"):
-        timm.create_model("ecoformer_pvt_v2_b0", **NARROW["pvt_v2_b0"])(images())
 
 
 @both

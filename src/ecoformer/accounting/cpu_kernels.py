@@ -8,7 +8,7 @@ cache. Padded keys count like others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -74,19 +74,6 @@ class CpuKernels:
         return empty_out(q, v).to(dtype)
 
 
-@contextmanager
-def as_if_fitted(hashers: Iterable[Hasher]) -> Iterator[None]:
-    """Let hashers run that have learned nothing yet: what they learn changes no count."""
-    before = {hasher: hasher._known_fitted for hasher in hashers}
-    for hasher in before:
-        hasher._known_fitted = True
-    try:
-        yield
-    finally:
-        for hasher, fitted in before.items():
-            hasher._known_fitted = fitted
-
-
 def refusal(layer: HashedAttention) -> str | None:
     """Why the "cpu" backend does not compute this layer's attention; None where it does."""
     hasher = layer.hasher
@@ -101,9 +88,9 @@ def refusal(layer: HashedAttention) -> str | None:
         return 'sigma="input"'
     if hasher.bits > MAX_BITS:
         return f"more than {MAX_BITS} bits"
-    with as_if_fitted([hasher]):
-        known = hasher.functions() is not None
-    return None if known else "its hash functions have hooks, or a sign or a gradient of their own"
+    if hasher.functions() is None:
+        return "its hash functions have hooks, or a sign or a gradient of their own"
+    return None
 
 
 def kernel_counts(layer: HashedAttention, batch: int, tokens: int) -> Counts:

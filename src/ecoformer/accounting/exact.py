@@ -19,10 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ecoformer.accounting.conventions import attention_counts, cost_of, name_of, read, written
-from ecoformer.accounting.cpu_kernels import CpuKernels, as_if_fitted
+from ecoformer.accounting.cpu_kernels import CpuKernels
 from ecoformer.accounting.layers import Part, Parts, kind_of
 from ecoformer.backends import eager
-from ecoformer.hashing import hashers_of
 from ecoformer.operations import Counts
 from ecoformer.running import eval_mode, run_on_meta, without_fast_path
 
@@ -50,7 +49,6 @@ def exact_rows(
     modules = dict(model.named_modules())
     with ExitStack() as around:
         counting = around.enter_context(count_operators())
-        around.enter_context(as_if_fitted(hashers_of(model).values()))
         around.enter_context(eval_mode(model))
         if kernels is not None:  # before our own hooks: kernels refuse layers with hooks
             around.enter_context(kernels.replace(model, counting.add))

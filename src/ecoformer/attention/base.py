@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -199,6 +199,12 @@ class Attention(Described, SharesTokens, nn.Module):
     def split_problem(self) -> str | None:
         """Why tokens cannot be split over ranks; None for mechanisms that exchange sums."""
         return f"{self.name} needs all tokens; hashed attention such as eco does not"
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise RuntimeError(
+            f"torch.jit.script cannot compile {type(self).__name__}: use torch.compile, torch.export, or "
+            "torch.jit.trace(model, example) under torch.no_grad()"
+        )
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""

@@ -47,7 +47,8 @@ class LearnedAffinity(nn.Module):
     def forward(self) -> Affinity:
         """The affinity as it is now."""
         beta, weight = torch.sigmoid(_wide(self.beta)), torch.softmax(_wide(self.weight), dim=-1)
-        return Affinity(beta.shape[1], beta.clamp_min(_SMALLEST), weight.clamp_min(_SMALLEST), check=False)
+        groups = int(beta.shape[1])  # torch.jit.trace makes it a tensor
+        return Affinity(groups, beta.clamp_min(_SMALLEST), weight.clamp_min(_SMALLEST), check=False)
 
 
 class KeyWeights(nn.Module):

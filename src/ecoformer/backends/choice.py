@@ -60,7 +60,7 @@ def asked_for(name: str | None = None) -> str | None:
     return check_name("backend", name) or _request.name or _default()
 
 
-def _constant(function: F) -> F:
+def constant(function: F) -> F:
     """Compiled code takes the answer as it is when it is compiled.
 
     This is `torch.compiler.assume_constant_result`, which would import the compiler at once.
@@ -116,7 +116,7 @@ def tell_if_asked(wanted: str | None, reason: str) -> None:
         _tell(str(wanted), reason)
 
 
-@_constant
+@constant
 def _default() -> str | None:
     return default_backend()
 
@@ -127,7 +127,7 @@ def default_backend() -> str | None:
     return check_name(VARIABLE, os.environ.get(VARIABLE) or None)
 
 
-@_constant
+@constant
 def _tell(name: str, reason: str) -> None:
     warn_once(name, reason)
 
@@ -136,7 +136,7 @@ def _preferred(device: torch.device) -> tuple[str, ...]:
     return PREFERRED.get(device.type, ())
 
 
-@_constant
+@constant
 def _cannot(name: str, needs_grad: bool, *flat: Any) -> str | None:
     """Asked with single tensors, as the compiler hands tuples of them over empty or not at all."""
     module = load(name)

@@ -17,7 +17,6 @@ from ecoformer.attention import Attention, HashedAttention, ReformerAttention, S
 from ecoformer.attention.registry import attention_class, create_attention
 from ecoformer.backends.hashing import scaled
 from ecoformer.benchmarking.contestants import (
-    QUICK_FIT,
     Contestant,
     ExplicitAttention,
     Heads,
@@ -106,7 +105,7 @@ def _contestants(names: Iterable[str], setting: Setting, run: Run) -> tuple[list
 
 
 def build_layer(mechanism: str, setting: Setting, **options: Any) -> Attention:
-    """A layer with default settings except `options`; its hash functions are fitted to random tokens."""
+    """A layer with default settings except `options`; its hash functions are random."""
     _, heads, tokens, dim = setting.shape
     if mechanism == "explicit":
         layer: Attention = ExplicitAttention(heads * dim, heads)
@@ -116,9 +115,7 @@ def build_layer(mechanism: str, setting: Setting, **options: Any) -> Attention:
         layer = create_attention(mechanism, heads * dim, heads, **options)
     layer = layer.to(setting.device, setting.dtype).eval().requires_grad_(False)
     if isinstance(layer, HashedAttention):
-        shape = (2, heads, 128, layer.hasher.head_dim)
-        samples = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        layer.hasher.fit(samples.to(setting.device), options=QUICK_FIT)
+        layer.hasher.fitted.fill_(True)
     return layer
 
 

@@ -14,10 +14,8 @@ from ecoformer.attention import Attention, HashedAttention, SoftmaxAttention
 from ecoformer.backends.choice import available, use_backend, why_not
 from ecoformer.backends.fused import DTYPES, FusedCall
 from ecoformer.benchmarking.results import Check
-from ecoformer.hashing import FitOptions, Hasher
+from ecoformer.hashing import Hasher
 
-QUICK_FIT = FitOptions(steps=5, pairs=5)
-"""The quality of hash functions has no influence on their time."""
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}
 """Largest relative error of an output; gradients may have three times as much."""
 _OUTPUTS = {False: 1e-2, True: 1e-1}

@@ -14,9 +14,9 @@ from ecoformer.checkpoints import save
 from ecoformer.cli import common
 from ecoformer.cli.sources import Source, open_model
 from ecoformer.conversion import convert as convert_model
-from ecoformer.conversion.convert import NOT_FITTED
 from ecoformer.data.files import IMAGE_ENDINGS, find_files, read_image
 from ecoformer.hashing import fit_hashers, hashers_of
+from ecoformer.hashing.base import NOT_FITTED
 
 
 def convert(

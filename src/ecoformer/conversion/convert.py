@@ -15,10 +15,10 @@ from ecoformer.attention.weights import Projections, shared_parts
 from ecoformer.conversion.huggingface import record_in_config
 from ecoformer.conversion.layers import Found, Selection, choose, find_layers, mechanism_in
 from ecoformer.conversion.rules import Adapter, ImageGrid
+from ecoformer.hashing.base import NOT_FITTED
 from ecoformer.hashing.fitting import move, run
 from ecoformer.running import eval_mode
 
-NOT_FITTED = "hash functions are not fitted yet: ecoformer.fit_hashers(model, batches)"
 RECORD = "ecoformer_conversions"
 """Attribute of a converted model: what was done to it, so that a checkpoint can do it again."""
 

@@ -90,8 +90,7 @@ def _require(condition: Tensor, message: str) -> None:
 
 def call_with_size(attention: AnyCall, x: Tensor, size: Any) -> Any:
     """Layers of PVTv2 and Twins get the size of the feature map."""
-    height, width = size
-    return attention(x, grid=(int(height), int(width)))
+    return attention(x, grid=tuple(size))
 
 
 def call_timm(attention: AnyCall, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Any:

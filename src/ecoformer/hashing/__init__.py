@@ -1,6 +1,6 @@
 """Hashers: tokens to short binary codes, and how they learn."""
 
-from ecoformer.hashing.base import Hasher, UnfittedHasherError
+from ecoformer.hashing.base import Hasher
 from ecoformer.hashing.fitting import RefitHashers, SoftStart, fit_hashers, fitting, hashers_of
 from ecoformer.hashing.kernel import KernelHasher, KlshHasher
 from ecoformer.hashing.quality import HashQuality
@@ -17,7 +17,6 @@ __all__ = [
     "RefitHashers",
     "SignHasher",
     "SoftStart",
-    "UnfittedHasherError",
     "fit_hashers",
     "fitting",
     "hashers_of",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -13,25 +14,32 @@ from torch.nn.modules import module
 from typing_extensions import Self
 
 from ecoformer.arguments import shape
+from ecoformer.backends.choice import constant
 from ecoformer.backends.eager import full_precision
-from ecoformer.backends.hashing import Functions, Surrogate, check_surrogate, scaled, sign_ste
+from ecoformer.backends.hashing import (
+    Functions,
+    Surrogate,
+    check_surrogate,
+    scaled,
+    sign_ste,
+    transforming,
+)
 from ecoformer.hashing.quality import HashQuality, hash_quality
 from ecoformer.hashing.solver import FitOptions
 from ecoformer.operations import Described
 from ecoformer.randomness import seeded
 from ecoformer.running import eval_mode
 
-
-class UnfittedHasherError(RuntimeError):
-    """A hasher was asked for codes before it was fitted."""
+NOT_FITTED = "hash functions are random, not fitted: ecoformer.fit_hashers(model, batches) learns them"
 
 
 class Hasher(Described, nn.Module):
     """Hash functions of one attention layer.
 
     A hasher computes a real number for every bit (`project`) and takes its sign. In the backward pass a
-    surrogate replaces the sign, so the tokens get a gradient. All state is in buffers, `fitted` included, so
-    it is saved, loaded and moved with the module.
+    surrogate replaces the sign, so the tokens get a gradient. Hash functions are random (`draw`) until they
+    are learned (`fit`); a hasher that runs before that warns once. All state is in buffers, `fitted`
+    included, so it is saved, loaded and moved with the module.
 
     Args:
         num_heads: heads; each has its own hash functions.
@@ -70,7 +78,18 @@ class Hasher(Described, nn.Module):
         self.surrogate, self.sign_of_zero = surrogate, float(sign_of_zero)
         self.register_buffer("fitted", torch.tensor(False))
         self.register_buffer("temperature", None, persistent=False)
-        self._known_fitted = False
+        self._may_be_random = True
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Set the buffers to random hash functions."""
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw new hash functions; without a generator, they follow `torch.manual_seed`."""
+        if not self.fitted.is_meta:
+            self.draw(seeded(None) if generator is None else generator)
+            self.fitted.fill_(not self.learns)
+        self._look_again()
 
     def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
         """Real numbers (B, H, N, b) whose signs are the codes; `valid` (B, N) is False for padding."""
@@ -100,7 +119,7 @@ class Hasher(Described, nn.Module):
         In training, codes may be soft, see `SoftStart`.
         """
         self._check(tokens, key_padding_mask)
-        self._require_fitted()
+        self.warn_if_random()
         # Codes depend on the sign of small differences, which half precision would flip.
         with full_precision(tokens.device):
             y = self.project(_widened(tokens), None if key_padding_mask is None else ~key_padding_mask)
@@ -138,7 +157,8 @@ class Hasher(Described, nn.Module):
         tokens, valid = _sorted_samples(tokens, valid)
         with full_precision(tokens.device):
             self.learn(tokens, valid, seeded(seed), options or FitOptions())
-        self._set_fitted()
+        self.fitted.fill_(True)
+        self._may_be_random = False
         if group is not None:
             _broadcast_state(self, group)
         return self
@@ -158,8 +178,14 @@ class Hasher(Described, nn.Module):
 
     @property
     def is_fitted(self) -> bool:
-        """Whether there are hash functions to compute codes with."""
-        return self._known_fitted or (not self.fitted.is_meta and bool(self.fitted))
+        """Whether the hash functions are what they should be: learned, or random by design."""
+        return not self.fitted.is_meta and bool(self.fitted)
+
+    def warn_if_random(self) -> None:
+        """Warn, once for all hashers of a model, if hash functions should have been learned and were not."""
+        if self._may_be_random and _warn_if_random(self.fitted) and not torch.compiler.is_compiling():
+            # Reading the buffer in every call would stall a GPU.
+            self._may_be_random = False
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
@@ -177,8 +203,7 @@ class Hasher(Described, nn.Module):
 
         super()._apply(keep_wide, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.fitted.is_meta:  # `to_empty`: the memory holds no hash functions yet
-            self.fitted.fill_(False)
-            self._known_fitted = False
+            self.reset_parameters()
         return self
 
     def _is_plain(self, surrogate: Surrogate = "hardtanh") -> bool:
@@ -186,29 +211,18 @@ class Hasher(Described, nn.Module):
         hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
         if any(hooks) or _has_global_hooks() or "forward" in self.__dict__ or (self.soft and self.training):
             return False
-        if type(self).forward is not Hasher.forward or (self.surrogate, self.sign_of_zero) != (surrogate, 1):
-            return False
-        self._require_fitted()
-        return True
-
-    def _set_fitted(self) -> None:
-        self.fitted.fill_(True)
-        self._known_fitted = True
-
-    def _require_fitted(self) -> None:
-        # The buffer is read only until it is True: reading it in every call would stall a GPU.
-        if self._known_fitted:
-            return
-        if not bool(self.fitted):
-            raise UnfittedHasherError(
-                f"{type(self).__name__} is not fitted: call its fit(tokens), or "
-                "ecoformer.fit_hashers(model, batches) for a whole model"
-            )
-        self._known_fitted = True
+        plain = (self.surrogate, self.sign_of_zero) == (surrogate, 1)
+        return plain and type(self).forward is Hasher.forward
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._known_fitted = not self.fitted.is_meta and bool(self.fitted)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """The hash functions were replaced: the next call reads `fitted`."""
+        self._may_be_random = self.learns
+        if self.learns:
+            _unwarned.add(NOT_FITTED)
 
     def _check(self, tokens: Tensor, key_padding_mask: Tensor | None) -> None:
         if tokens.ndim != 4 or (tokens.shape[1], tokens.shape[3]) != (self.num_heads, self.head_dim):
@@ -229,6 +243,19 @@ class Hasher(Described, nn.Module):
                 f"tokens {shape(tokens)} have NaN, infinity or lengths that overflow {tokens.dtype} in "
                 f"{broken} of {len(tokens)} samples"
             )
+
+
+_unwarned: set[str] = set()
+"""The warning that the next random hasher gives, for all hashers that exist by then."""
+
+
+@constant
+def _warn_if_random(fitted: Tensor) -> bool:
+    """Warn unless the flag is set; returns whether it could be read."""
+    readable = type(fitted) is Tensor and not fitted.is_meta and not transforming()
+    if _unwarned and readable and not bool(fitted):
+        warnings.warn(_unwarned.pop(), stacklevel=3)
+    return readable
 
 
 def _widened(tokens: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +16,7 @@ from ecoformer.hashing.base import Hasher, wide_dtype
 from ecoformer.hashing.pairs import CosineLabels, Labels, SparseLabels, find_pairs
 from ecoformer.hashing.solver import FitOptions, learn_bits
 from ecoformer.operations import Counts, Operations, Product
+from ecoformer.randomness import forked
 
 MAX_BITS = 64
 _SAME = 8
@@ -89,6 +91,8 @@ class KernelHasher(Hasher):
             self.weight = nn.Parameter(weight)
         else:
             self.register_buffer("weight", weight)
+        # The global random state stays: `fit` replaces what is drawn here, other weights must not change.
+        self.reset_parameters(forked())
 
     @property
     def token_wise(self) -> bool:
@@ -120,6 +124,16 @@ class KernelHasher(Hasher):
 
     def _functions(self) -> HashFunctions:
         return HashFunctions(self.support_samples, self.mean, self.sigma, self.weight)
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Random support samples and weights; g(Q) A has mean 0 and root mean square 1 on random tokens."""
+        support = torch.randn(self.support_samples.shape, generator=generator, device="cpu")
+        weight = torch.randn(self.weight.shape, generator=generator, device="cpu")
+        self.support_samples.copy_(unit_length(support))
+        # Unit vectors with cosine c have the squared distance 2 - 2 c; c has variance 1 / head_dim.
+        self.sigma.fill_(2)
+        self.mean.fill_(math.exp(-0.5) * (1 + 1 / (8 * self.head_dim)))
+        self.weight.copy_(weight * (2 * math.exp(0.5) * math.sqrt(self.head_dim / self.support)))
 
     def learn(
         self, tokens: Tensor, valid: Tensor | None, generator: torch.Generator, options: FitOptions
@@ -159,6 +173,11 @@ class KernelHasher(Hasher):
         self.sigma.copy_(sigma)
         self.mean.copy_(mean)
         self.weight.copy_(_unit_scale(weight, features, present))
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        if not (self.weight.is_meta or self.fitted or self.weight.any()):
+            self.reset_parameters()  # earlier versions saved zeros until they were fitted
 
     def _solve(self, data: KernelData, generator: torch.Generator, options: FitOptions) -> Tensor:
         """A (H, m, b)."""

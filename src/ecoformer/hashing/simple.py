@@ -22,9 +22,6 @@ class _DrawnHasher(Hasher):
 
     learns = False
 
-    def draw(self, generator: torch.Generator) -> None:
-        """Set the buffers."""
-
     def learn(self, tokens: Tensor, valid: Tensor | None, generator: torch.Generator, *unused: Any) -> None:
         """Draw again; the tokens do not matter."""
         self.draw(generator)
@@ -48,13 +45,11 @@ class LshHasher(_DrawnHasher):
     ) -> None:
         super().__init__(num_heads, head_dim, bits, **kwargs)
         self.register_buffer("planes", torch.zeros(num_heads, head_dim, bits, dtype=wide_dtype()))
-        self.draw(seeded(seed))
-        self._set_fitted()
+        self.reset_parameters(seeded(seed))
 
     def draw(self, generator: torch.Generator) -> None:
         """Draw new hyperplanes."""
-        if not self.planes.is_meta:
-            self.planes.copy_(torch.randn(self.planes.shape, generator=generator, device="cpu"))
+        self.planes.copy_(torch.randn(self.planes.shape, generator=generator, device="cpu"))
 
     def operations(self, batch: int, tokens: int) -> Operations:
         """One product with each hyperplane."""
@@ -111,12 +106,11 @@ class SignHasher(_DrawnHasher):
             dtype = wide_dtype()
             self.register_buffer("frequencies", torch.zeros(num_heads, head_dim, bits, dtype=dtype))
             self.register_buffer("phases", torch.zeros(num_heads, 1, bits, dtype=dtype))
-        self.draw(seeded(seed))
-        self._set_fitted()
+        self.reset_parameters(seeded(seed))
 
     def draw(self, generator: torch.Generator) -> None:
         """Draw new random features, if there are any."""
-        if self.features == "fourier" and not self.phases.is_meta:
+        if self.features == "fourier":
             self.frequencies.copy_(torch.randn(self.frequencies.shape, generator=generator, device="cpu"))
             self.phases.copy_(2 * math.pi * torch.rand(self.phases.shape, generator=generator, device="cpu"))
 

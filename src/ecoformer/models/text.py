@@ -54,7 +54,7 @@ class TextEncoder(HubMixin, SharesTokens, nn.Module):
     `attention_config` sets `block`; `reformer` chooses its number of buckets by N rounded up to
     2 `bucket_size`.
 
-    Mechanisms that hash start unfitted: `ecoformer.fit_hashers(model, [tokens])`.
+    Hash functions start random; `ecoformer.fit_hashers(model, [tokens])` learns them.
 
     Within `split_tokens(model, group)` every rank gets the complete texts, computes a slice of their tokens,
     and returns logits of the texts, or of its slice with `pool="none"`.

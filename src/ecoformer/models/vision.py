@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any, cast
 
 import torch
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, register_notrace_module
 from torch import Tensor, nn
 
 from ecoformer.attention.weights import Projections, carry_over
@@ -16,6 +16,9 @@ from ecoformer.checkpoints.hub import HubMixin
 from ecoformer.conversion import Adapter, convert
 from ecoformer.conversion.convert import RECORD
 from ecoformer.conversion.layers import Selection
+
+# torch.fx takes a layer as one node: mechanisms check shapes, which are not known while it traces.
+register_notrace_module(Adapter)
 
 
 class WithMechanism(HubMixin):
@@ -54,7 +57,7 @@ class WithMechanism(HubMixin):
 def carry_pretrained(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """The state dict of timm's original model with our names; what only the mechanism has is as in `model`.
 
-    timm calls this for `pretrained=True`. Hash functions remain to be fitted.
+    timm calls this for `pretrained=True`. Hash functions stay as they are.
     """
     state = dict(state_dict)
     for name, layer in model.named_modules():
