@@ -36,7 +36,7 @@ def parts(module, x):
         weight = torch.ones(len(x), HEADS, x.shape[1])
     else:
         exponent = module.key_weights.exponent(x)
-        weight = 2.0 ** (12 * torch.tanh(exponent / 12)).round().transpose(1, 2)
+        weight = 2.0 ** (12 * torch.tanh(exponent / 3)).round().transpose(1, 2)
     return q, k, heads(module.v(x)), weight
 
 
@@ -108,7 +108,7 @@ def test_every_ingredient_is_an_option_of_other_hashed_attention():
             for parameter in (*module.affinity.parameters(), *module.key_weights.parameters()):
                 parameter.normal_()
         beta, omega = module.affinity.beta.sigmoid(), module.affinity.weight.softmax(dim=-1)
-        weight = 2.0 ** (12 * torch.tanh(module.key_weights.exponent(x) / 12)).round().transpose(1, 2)
+        weight = 2.0 ** (12 * torch.tanh(module.key_weights.exponent(x) / 3)).round().transpose(1, 2)
         q, k = (y.unflatten(-1, (3, 8)).transpose(1, 2) for y in module.qk(x).chunk(2, dim=-1))
         v = module.v(x).unflatten(-1, (3, 8)).transpose(1, 2)
         out = reference.grouped_attention(
