@@ -28,8 +28,9 @@ from things import (  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def _no_network(no_network):
+def _no_network(no_network, monkeypatch):
     """Whatever a user types."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture(scope="module")

@@ -121,7 +121,7 @@ def test_fit(cli):
             "--mechanisms: unknown attention 'ecoo': did you mean",
         ),
         (("model", "lra_text", "--attention", "xyzzy"), "softmax; also explicit, native"),
-        (("model", "test_vit", "--tokens", "64"), "cannot take an input of (1, 64)"),
+        (("model", "test_vit", "--tokens", "64"), "--tokens is for texts"),
         (("attention", "--energy", "--device", "cpu"), "--energy needs an NVIDIA GPU, got cpu"),
         (("attention", "--mechanisms", ","), "--mechanisms takes names"),
         (("attention", "--device", "cuda:7"), "--device must be one of cpu, cuda"),

@@ -10,6 +10,8 @@ import sys
 import pytest
 import torch
 
+import ecoformer
+
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
 from safetensors import SafetensorError  # noqa: E402
@@ -170,3 +172,93 @@ class TestFolders:
         content = (tmp_path / "model" / "model.safetensors").read_bytes()
         (tmp_path / "model" / "model.safetensors").write_bytes(content[:-50])
         refused("model", words="truncated")
+
+
+class TestHuggingFace:
+    """Models of transformers by a folder or a name, in every command that takes a model."""
+
+    @pytest.fixture
+    def hub(self, things, tmp_path, monkeypatch):
+        """A cache of the Hub that holds two models, one of them without its weights."""
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        for name, files in (("bert_with_words", None), ("vit", ["config.json"])):
+            repository = tmp_path / "cache" / f"models--someone--{name}"
+            (repository / "refs").mkdir(parents=True)
+            (repository / "refs" / "main").write_text("a" * 40)
+            snapshot = repository / "snapshots" / ("a" * 40)
+            snapshot.mkdir(parents=True)
+            for file in files or [path.name for path in (things / name).iterdir()]:
+                shutil.copy(things / name / file, snapshot)
+
+    @pytest.mark.parametrize("model", ["bert", "config_only", "someone/bert_with_words"])
+    def test_texts(self, cli, hub, model):
+        assert "BertSelfAttention" in cli("info", model).out
+        whole = json.loads(cli("cost", model, "--json").out)["total"]["mul"]
+        short = json.loads(cli("cost", model, "--tokens", 10, "--json").out)["total"]["mul"]
+        assert json.loads(cli("cost", model, "--tokens", 20, "--json").out)["total"]["mul"] == whole > short
+        # No weights are needed, so a longer text is no problem.
+        swept = ("--compare", "softmax,linformer,eco", "--sweep", "tokens=10,40", "--json")
+        assert [row["tokens"] for row in json.loads(cli("cost", model, *swept).out)] == [10, 40] * 3
+        assert cli("simulate", "model", model, "--compare", "native,eco").status == 0
+
+    @pytest.mark.parametrize("model", ["vit", "someone/vit"])
+    def test_images(self, cli, hub, model):
+        own = json.loads(cli("cost", model, "--json").out)["total"]["mul"]
+        assert json.loads(cli("cost", model, "--resolution", 32, "--json").out)["total"]["mul"] == own
+        assert json.loads(cli("cost", model, "--resolution", 64, "--json").out)["total"]["mul"] > 3 * own
+
+    @pytest.mark.parametrize("model", ["bert", "vit", "someone/vit"])
+    def test_benchmarks(self, cli, hub, model):
+        done = cli("bench", "model", model, "--seconds", 0.01, "--attention", "native,lsh_eco", "--json")
+        assert (done.status, done.err) == (0, "")
+        rows = json.loads(done.out)["rows"]
+        assert {row["mechanism"] for row in rows} == {"softmax", "native", "lsh_eco"}
+        assert all(row["median_ms"] > 0 for row in rows)
+
+    def test_conversion_by_name(self, convert, refused, hub, things):
+        done = convert("someone/bert_with_words", "--pretrained", "--attention", "softmax")
+        assert done.facts["notes"] == []
+        weights = load_file(things / "bert" / "model.safetensors")
+        name = "embeddings.word_embeddings.weight"
+        assert torch.equal(done.model.state_dict()[name], weights[name])
+        done = convert("someone/vit", "--attention", "softmax", "--force")
+        assert any("--pretrained" in note for note in done.facts["notes"])
+        refused(
+            "someone/vit", "--pretrained", out="x.safetensors", words=["someone/vit", "model.safetensors"]
+        )
+
+    @pytest.mark.parametrize("size", [{"num_hidden_layers": 10**6}, {"vocab_size": 10**12}])
+    def test_a_config_alone_cannot_ask_for_a_huge_model(self, cli, things, tmp_path, size):
+        (tmp_path / "huge").mkdir()
+        config = json.loads((things / "bert" / "config.json").read_text()) | size
+        (tmp_path / "huge" / "config.json").write_text(json.dumps(config))
+        done = cli("info", "huge")
+        assert (done.status, done.err.count("\n")) == (1, 1)
+        assert "config.json" in done.err
+
+    def test_a_converted_model_stays_converted(self, cli, tmp_path):
+        model = transformers.BertModel(transformers.BertConfig(**TEXT))
+        ecoformer.convert(model, "lsh_eco", seed=0)
+        model.save_pretrained(tmp_path / "converted")
+        full = json.loads(cli("cost", "converted", "--json").out)
+        (tmp_path / "converted" / "model.safetensors").unlink()
+        assert json.loads(cli("cost", "converted", "--json").out) == full
+        assert "lsh_eco" in cli("info", "converted").out
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (("cost", "bert", "--resolution", 32), ["--resolution", "BertModel takes texts", "--tokens"]),
+            (("cost", "vit", "--tokens", 9), ["--tokens", "ViTModel takes images", "--resolution"]),
+            (("bench", "model", "bert", "--tokens", 21), ["--tokens 21", "20 tokens at most"]),
+            (("bench", "model", "vit", "--resolution", 30), ["ViTModel", "(1, 3, 30, 30)"]),
+            (("cost", "bert-base-uncased"), ["'bert-base-uncased'", "no network", "folder"]),
+            (("info", "someone/else"), ["'someone/else'", "no network", "folder"]),
+            (("info", "some/where/else"), ["no such file: some/where/else"]),
+            (("convert", "bert", "o.safetensors", "--attention", "linformer"), ["--set seq_len=128"]),
+        ],
+    )
+    def test_mistakes(self, cli, hub, arguments, words):
+        done = cli(*arguments)
+        assert (done.status, done.out, done.err.count("\n")) == (1, "", 1)
+        assert all(word in done.err for word in words)

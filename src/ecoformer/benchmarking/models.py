@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -135,8 +136,8 @@ def _compare(timed: Contestant, load: Load, inputs: Tensor) -> Check:
     In training these are gradients. A model that draws random numbers, or whose plain run does not fit into
     memory, is compared by its output in eval mode only.
     """
-    module, half = timed.module, load.amp is not None
-    plain = replace(timed, use=timed.use and "eager", call=_forward(module, replace(load, compiled=False)))
+    module, half, eager = timed.module, load.amp is not None, replace(load, compiled=False)
+    plain = replace(timed, use=timed.use and "eager", call=_forward(module, eager))
     if not load.train:
         return check_inference(lambda: timed(inputs), lambda: plain(inputs[:1]), half)
     module.eval()
@@ -146,7 +147,9 @@ def _compare(timed: Contestant, load: Load, inputs: Tensor) -> Check:
     module.train()
     if not check.passed:
         return check
-    precise = partial(replace(plain, call=None), inputs) if half else None
+    precise = (
+        partial(replace(plain, call=_forward(module, replace(eager, amp=None))), inputs) if half else None
+    )
     try:
         gradients = check_training(partial(timed, inputs), partial(plain, inputs), module, precise)
     except torch.OutOfMemoryError:
@@ -156,14 +159,14 @@ def _compare(timed: Contestant, load: Load, inputs: Tensor) -> Check:
 
 
 def _forward(module: nn.Module, load: Load) -> Callable[[Tensor], Tensor]:
-    """The model as it is timed: compiled, in the precision asked for."""
+    """The model as it is timed: compiled, in the precision asked for; of several outputs the first."""
     call = compiled(module) if load.compiled else module
-    if load.amp is None:
-        return call
 
     def forward(inputs: Tensor) -> Tensor:
-        with torch.autocast(inputs.device.type, load.amp):
-            return call(inputs)
+        with nullcontext() if load.amp is None else torch.autocast(inputs.device.type, load.amp):
+            out: Any = call(inputs)
+        first: Tensor = out if isinstance(out, Tensor) else out[0]
+        return first
 
     return forward
 

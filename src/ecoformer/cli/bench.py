@@ -20,7 +20,7 @@ from ecoformer.benchmarking.attention import DTYPES, MECHANISMS, Setting, bench_
 from ecoformer.benchmarking.measuring import Bench, no_progress
 from ecoformer.benchmarking.models import Load, bench_fit, bench_models
 from ecoformer.cli import common
-from ecoformer.cli.sources import open_model
+from ecoformer.cli.sources import inputs_of, open_model
 from ecoformer.hashing import KernelHasher
 from ecoformer.running import NOT_TAKEN, eval_mode, not_taken, run_on_meta
 
@@ -71,10 +71,7 @@ def attention(
 
 @bench.command()
 def model(
-    name: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A timm model's name, a checkpoint, a folder or `lra_text`."),
-    ],
+    name: common.Model,
     attention: Annotated[
         str,
         typer.Option(help="Mechanisms; `native` is the model as it is, `explicit` forms the N x N matrix."),
@@ -143,27 +140,14 @@ def _model_and_inputs(
     name: str, resolution: int | None, tokens: int | None
 ) -> tuple[nn.Module, dict[str, Any], Callable[[int], Tensor]]:
     """A model before conversion, what rows say about it, and a function that makes a batch of inputs."""
-    is_text = name == "lra_text" or tokens is not None
-    size = (tokens or 4096) if is_text else (resolution or 224)
-
-    def inputs(count: int) -> Tensor:
-        generator = torch.Generator().manual_seed(count)
-        if is_text:
-            return torch.randint(1, 257, (count, size), generator=generator)
-        return torch.randn(count, 3, size, size, generator=generator)
-
-    about = {"model": name, "tokens" if is_text else "resolution": size}
-    if name == "lra_text":
-        from ecoformer.models.text import TextEncoder
-
-        return TextEncoder(attention="softmax", length=size).eval(), about, inputs
-    model = open_model(name, image_size=None if is_text else size).model
+    model = open_model(name, resolution=resolution, tokens=tokens).model
+    size, inputs = inputs_of(model, resolution, tokens)
     try:
         with torch.no_grad(), eval_mode(model):
             run_on_meta(model, inputs(1))
     except NOT_TAKEN as error:
         raise not_taken(model, inputs(1), error) from error
-    return model, about, inputs
+    return model, {"model": name} | size, inputs
 
 
 def _shape(text: str) -> tuple[int, int, int, int]:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterable
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor, nn
 
 from ecoformer.attention.registry import settings_of, unknown_setting
-from ecoformer.cli.sources import open_model
+from ecoformer.cli.sources import inputs_of, open_model
 from ecoformer.conversion import convert
 
 NATIVE = "native"
@@ -28,9 +25,8 @@ _SYNONYMS = {"m": "support"}
 """The paper's letters for settings."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A timm model's name, a checkpoint, or a folder.")
-]
+MODEL_HELP = "A name (timm, Hugging Face, `lra_text`), a checkpoint, or a folder of `save_pretrained`."
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 Compare = Annotated[
     str, typer.Option(help="Mechanisms between commas: `softmax,eco`; `native` is the model as it is.")
 ]
@@ -38,8 +34,12 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="An argument of the mechanism; repeatable."),
 ]
-Resolution = Annotated[int | None, typer.Option(help="Height and width of the image; default: 224.", min=1)]
-Tokens = Annotated[int | None, typer.Option(help="Tokens of the text, for text models.", min=1)]
+Resolution = Annotated[
+    int | None, typer.Option(help="Height and width of the image; default: the model's own.", min=1)
+]
+Tokens = Annotated[
+    int | None, typer.Option(help="Tokens of the text; default: the longest that it takes.", min=1)
+]
 Accounting = Annotated[
     Literal["paper", "exact"],
     typer.Option(help="`paper` counts what the paper counts, `exact` everything that is executed."),
@@ -133,13 +133,9 @@ def counted_model(
 
     Settings that the mechanism does not have are ignored.
     """
-    if tokens is not None:
-        example = torch.zeros(batch, tokens, dtype=torch.long, device="meta")
-    else:
-        example = torch.zeros(batch, 3, resolution or 224, resolution or 224, device="meta")
-    # Models built from a name need no weights; files and folders bring theirs.
-    with nullcontext() if Path(name).exists() else torch.device("meta"):
-        model = open_model(name, image_size=None if tokens else resolution or 224).model
+    model = open_model(name, resolution=resolution, tokens=tokens, shapes_only=True).model
+    _, inputs = inputs_of(model, resolution, tokens)
+    example = inputs(batch)
     if mechanism != NATIVE:
         known = settings_of(mechanism)
         own = {key: value for key, value in (settings or {}).items() if key in known}

@@ -20,9 +20,7 @@ from ecoformer.hashing.base import NOT_FITTED
 
 
 def convert(
-    source: Annotated[
-        str, typer.Argument(metavar="IN", help="A timm model's name, a checkpoint, or a folder.")
-    ],
+    source: Annotated[str, typer.Argument(metavar="IN", help=common.MODEL_HELP)],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The safetensors file to write.")],
     attention: Annotated[str, typer.Option(help="The mechanism; `ecoformer info` lists them.")] = "eco",
     layers: Annotated[
@@ -40,7 +38,7 @@ def convert(
         str | None, typer.Option("--model", help="The timm model of a weights file.")
     ] = None,
     pretrained: Annotated[
-        bool, typer.Option("--pretrained", help="Start from timm's pretrained weights.")
+        bool, typer.Option("--pretrained", help="Load the trained weights of a model given by its name.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite OUT.")] = False,
     as_json: common.AsJson = False,
@@ -53,7 +51,7 @@ def convert(
     config = _config(settings or [])
     if fit is not None and not fit.exists():
         raise FileNotFoundError(f"--fit: no such folder or file: {fit}")
-    opened = open_model(source, architecture=architecture, pretrained=pretrained)
+    opened = open_model(source, architecture=architecture, pretrained=pretrained, needs_weights=True)
     report = convert_model(opened.model, attention, layers=layers or None, **config)
     notes = [note for note in report.notes if note != NOT_FITTED]
     if fit is None and len(notes) < len(report.notes):

@@ -19,7 +19,7 @@ Out = Annotated[Path, typer.Option(help="The file: .png, .svg or .pdf.", callbac
 @figure.command()
 def shares(
     out: Out,
-    models: Annotated[str, typer.Option(help="timm's names, between commas.")] = ",".join(
+    models: Annotated[str, typer.Option(help="Models between commas, as in `ecoformer cost`.")] = ",".join(
         f"pvt_v2_b{i}" for i in range(5)
     ),
     compare: common.Compare = "softmax,eco",

@@ -17,7 +17,7 @@ from ecoformer.attention import list_attentions
 from ecoformer.backends.choice import PREFERRED, VARIABLE, available, cannot_on, default_backend
 from ecoformer.benchmarking.attention import check_backends
 from ecoformer.benchmarking.results import Row
-from ecoformer.cli.common import AsJson, plain_console, print_json
+from ecoformer.cli.common import MODEL_HELP, AsJson, plain_console, print_json
 from ecoformer.cli.sources import open_model
 from ecoformer.conversion.layers import Found, find_layers
 
@@ -25,9 +25,7 @@ PACKAGES = ("torch", "timm", "torchvision", "transformers", "safetensors", "acce
 
 
 def info(
-    model: Annotated[
-        str | None, typer.Argument(help="A timm model's name, a checkpoint, or a folder.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare the fused backends with the reference on this machine.")
     ] = False,

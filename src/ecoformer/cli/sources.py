@@ -1,18 +1,23 @@
-"""Opening a model by a name, a file or a folder."""
+"""Opening a model by a name, a file or a folder, and making inputs for it."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ecoformer.arguments import one_line
 from ecoformer.checkpoints import CheckpointError, folders, load, load_official
 from ecoformer.third_party import check_timm_name, import_timm
+
+_CONFIGS = ("config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "*.model")
+_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 
 
 @dataclass(frozen=True)
@@ -30,28 +35,91 @@ def open_model(
     *,
     architecture: str | None = None,
     pretrained: bool = False,
-    image_size: int | None = None,
+    resolution: int | None = None,
+    tokens: int | None = None,
+    needs_weights: bool = False,
+    shapes_only: bool = False,
 ) -> Source:
     """Open a model.
 
-    `name` is a file of `ecoformer.save` or of the authors of EcoFormer; weights of the timm model
-    `architecture`; a folder written by `save_pretrained` of transformers or ours; or the name of a timm
-    model, built for images of `image_size` if it takes one size only.
+    Args:
+        name: a file of `ecoformer.save` or of the authors of EcoFormer; weights of the timm model
+            `architecture`; a folder written by `save_pretrained` of transformers or ours; or the name of a
+            model of timm or on the Hugging Face Hub.
+        architecture: the timm model of a weights file.
+        pretrained: load the weights of a model that is given by its name; otherwise they are random.
+        resolution: a model without trained weights is built for images of this size, if it takes one only.
+        tokens: likewise for the length of texts.
+        needs_weights: refuse a folder without weights.
+        shapes_only: build models on the meta device where no file is needed for that.
     """
     path = Path(name)
     is_name = not path.is_dir() and not path.is_file()
     if architecture is not None and not path.is_file():
         raise ValueError(f"--model is for a weights file, but {name} is not a file")
     if pretrained and not is_name:
-        raise ValueError(f"--pretrained is for the name of a timm model, but {name} has its own weights")
-    if path.is_dir():
-        return _from_folder(path)
+        raise ValueError(f"--pretrained is for the name of a model, but {name} has its own weights")
     if path.is_file():
         return _from_weights(path, architecture) if architecture else _from_file(path)
-    if path.suffix in (".safetensors", ".pth", ".pt", ".bin") or len(path.parts) > 1:
+    sizes = {"resolution": resolution, "tokens": tokens}
+    with torch.device("meta") if shapes_only else contextlib.nullcontext():
+        if not path.is_dir():
+            return _from_name(name, pretrained, sizes)
+        random = shapes_only or not (needs_weights or folders.has_weights(path))
+        return _from_folder(path, f"{path.name}/", sizes if random else None)
+
+
+def _from_name(name: str, pretrained: bool, sizes: dict[str, int | None]) -> Source:
+    path = Path(name)
+    if path.suffix in (".safetensors", ".pth", ".pt", ".bin") or len(path.parts) > 2 or path.is_absolute():
         raise FileNotFoundError(f"no such file: {name}")
-    notes = () if pretrained else (f"the weights of {name} are random: --pretrained starts from timm's",)
-    return Source(_timm(name, image_size, pretrained=pretrained), f"timm model {name}", notes=notes)
+    if name == "lra_text":
+        from ecoformer.models.text import TextEncoder
+
+        encoder = TextEncoder(attention="softmax", length=sizes["tokens"] or 4096)
+        return Source(encoder.eval(), "text encoder lra_text")
+    timm_name = name.removeprefix("timm/")
+    if _is_timm(timm_name):
+        notes = () if pretrained else (f"the weights of {name} are random: --pretrained starts from timm's",)
+        model = _timm(timm_name, sizes["resolution"], pretrained=pretrained)
+        return Source(model, f"timm model {timm_name}", notes=notes)
+    folder = _download(name, _CONFIGS)
+    if pretrained or not folders.is_of_transformers(folder):
+        return _from_folder(_download(name, (*_CONFIGS, *_WEIGHTS)), name)
+    return _from_folder(folder, name, sizes)
+
+
+def _is_timm(name: str) -> bool:
+    try:
+        return bool(import_timm().is_model(name))
+    except ModuleNotFoundError:  # models of transformers do not need it
+        return False
+
+
+def _download(name: str, patterns: tuple[str, ...]) -> Path:
+    """A folder with these files of a repository on the Hugging Face Hub, from its cache if possible."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+    except (OSError, ValueError) as error:
+        reason = one_line(error, 120)
+        if isinstance(error, LocalEntryNotFoundError):
+            reason = "no network, and it is not in the cache; pass a folder instead"
+        elif isinstance(error, RepositoryNotFoundError):
+            reason = "no such model"
+        problem = f"{name!r} is not a file or a folder, nor a model on the Hugging Face Hub ({reason})"
+        if "/" in name:
+            raise ValueError(problem) from error
+        try:
+            check_timm_name(name, f"{problem}, nor of timm")
+        except ModuleNotFoundError as missing:
+            raise ValueError(f"{problem}; {missing}") from error
+        raise
 
 
 def _from_file(path: Path) -> Source:
@@ -86,30 +154,37 @@ def _from_weights(path: Path, architecture: str) -> Source:
     return Source(model, f"timm model {architecture} with the weights of {path.name}")
 
 
-def _from_folder(path: Path) -> Source:
-    with _file_errors(f"{path.name}/ cannot be read"):
+def _from_folder(path: Path, name: str, sizes: dict[str, int | None] | None = None) -> Source:
+    """A model of ours or of transformers in a folder; with `sizes`, that of its config, weights random."""
+    with _file_errors(f"{name} cannot be read"):
         ours = folders.is_ours(path)
     if ours:
-        return Source(load(path), f"checkpoint {path.name}/")
+        with torch.device("cpu"):
+            return Source(load(path), f"checkpoint {name}")
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"folder {path} has no config.json: was it written by save_pretrained?")
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    model = folders.load_transformers(path, safetensors_only=False)
+    notes: tuple[str, ...] = ()
+    if sizes is None:
+        model = folders.load_transformers(path, name=name, safetensors_only=False)
+    else:
+        model = folders.build_transformers(path, name, **sizes)
+        notes = (f"the weights of {name} are random: --pretrained loads the trained ones",)
     files = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
     tokenizer = None
-    if any((path / name).is_file() for name in files):
+    if any((path / file).is_file() for file in files):
         from transformers import AutoTokenizer
 
-        with _file_errors(f"{path.name}/ cannot be loaded by transformers"):
+        with _file_errors(f"the tokeniser of {name} cannot be loaded by transformers"):
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    return Source(model, f"transformers model {path.name}/", tokenizer)
+    return Source(model, f"transformers model {name}", tokenizer, notes)
 
 
 def _timm(name: str, image_size: int | None = None, **arguments: Any) -> nn.Module:
-    check_timm_name(name, f"{name!r} is not a file, a folder or a timm model")
+    check_timm_name(name, f"{name!r} is not a timm model")
     create = import_timm().create_model
     model: nn.Module
     if image_size is not None:
@@ -118,6 +193,52 @@ def _timm(name: str, image_size: int | None = None, **arguments: Any) -> nn.Modu
             return model.eval()
     model = create(name, **arguments)
     return model.eval()
+
+
+def inputs_of(
+    model: Any, resolution: int | None = None, tokens: int | None = None
+) -> tuple[dict[str, int], Callable[[int], Tensor]]:
+    """What sizes the inputs of a model have, and a function that makes a batch of them.
+
+    By default images have the model's own size, and texts are as long as the model takes.
+    """
+    kind, config = type(model).__name__, getattr(model, "config", None)
+    if getattr(model, "main_input_name", "") == "input_ids" or type(model).__module__.endswith("models.text"):
+        if resolution is not None:
+            raise ValueError(f"--resolution is for images, but {kind} takes texts: pass --tokens")
+        longest, vocabulary = _sizes_of_texts(model)
+        length = tokens or longest
+        if length > longest:
+            raise ValueError(f"--tokens {length}: texts of this {kind} have {longest} tokens at most")
+        ids = (2, max(3, min(vocabulary, 257)))
+        return {"tokens": length}, lambda n: torch.randint(*ids, (n, length), generator=_generator(n))
+    if tokens is not None:
+        raise ValueError(f"--tokens is for texts, but {kind} takes images: pass --resolution")
+    settings = getattr(model, "pretrained_cfg", None) or {}
+    size: Any = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    size = (
+        resolution or size or getattr(config, "image_size", None) or settings.get("input_size", (224,))[-2:]
+    )
+    height, width = (size, size) if isinstance(size, int) else (size[0], size[-1])
+    channels: Any = getattr(model, "in_chans", None) or getattr(config, "num_channels", 3)
+    return {"resolution": height}, lambda n: torch.randn(n, channels, height, width, generator=_generator(n))
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _sizes_of_texts(model: Any) -> tuple[int, int]:
+    """How many tokens a text may have, and how many ids there are."""
+    if not hasattr(model, "config"):  # ours
+        return getattr(model, "length", 512), 257
+    longest = getattr(model.config, "max_position_embeddings", 512)
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            # RoBERTa counts positions from the id of padding on.
+            first = 0 if module.padding_idx is None else module.padding_idx + 1
+            longest = module.num_embeddings - first
+    return longest, model.config.get_text_config().vocab_size
 
 
 @contextlib.contextmanager

@@ -201,7 +201,8 @@ def _example(model: nn.Module, cls: type[Attention], example: Any) -> Any:
     size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
     if size is None:
         raise ValueError(
-            f"{cls.name} is sized by the number of tokens: pass seq_len=, or example= an input of the model"
+            f"{cls.name} is sized by the number of tokens: pass seq_len= (in a shell --set seq_len=128), or "
+            "example= an input of the model"
         )
     height, width = getattr(getattr(model, "patch_embed", None), "img_size", None) or size[1:]
     return torch.zeros(1, getattr(model, "in_chans", size[0]), height, width)

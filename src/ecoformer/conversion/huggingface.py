@@ -85,12 +85,7 @@ def register_with_transformers() -> None:
             return True
 
         def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
-            from ecoformer.conversion.convert import reapply
-
-            config: Any = self.quantization_config
-            for record in config.conversions:
-                layers = {_name_in(model, name): settings for name, settings in record["layers"].items()}
-                reapply(model, record["mechanism"], layers)
+            reconvert(model, self.quantization_config)
             self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
         def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
@@ -114,6 +109,16 @@ def register_with_transformers() -> None:
 
     auto.register_quantization_config(METHOD)(ConversionConfig)
     auto.register_quantizer(METHOD)(ConversionLoader)
+
+
+def reconvert(model: Any, described: Any) -> None:
+    """Convert an original model as a `quantization_config` describes it."""
+    from ecoformer.conversion.convert import reapply
+
+    records = described["conversions"] if isinstance(described, dict) else described.conversions
+    for record in records:
+        layers = {_name_in(model, name): settings for name, settings in record["layers"].items()}
+        reapply(model, record["mechanism"], layers)
 
 
 def _name_in(model: Any, layer: str) -> str:
