@@ -1,4 +1,8 @@
-"""What the kernels do with rows of fp32 numbers, in vectors."""
+"""What the kernels do with rows of fp32 numbers, in vectors.
+
+A row is an array and the offset of its first number. Functions take their rows, the rows' length, and fp32
+numbers, in this order.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ecoformer.backends.cpu.compiler import cgutils, intrinsic, ir, types
+from ecoformer.backends.cpu.compiler import cgutils, ir
 from ecoformer.backends.cpu.vectors import (
     F32,
     FUSED,
@@ -16,26 +20,23 @@ from ecoformer.backends.cpu.vectors import (
     ZERO,
     Emit,
     along,
+    emitted,
     integer,
     load,
-    pointer_of,
     splat,
     steps,
     store,
 )
 
-Step = Callable[[Any, Any, list[Any]], list[Any]]
+Step = Callable[[Any, list[Any], list[Any]], list[Any]]
 
 
-def _rows(count: int, step: Step) -> Any:
-    """An intrinsic's code: `step` on the numbers of `count` rows, what it returns written to the first ones.
+def _on_rows(count: int, numbers: int, step: Step) -> Any:
+    """A function of `count` rows and some numbers: what `step` makes of them is written to the first rows."""
 
-    Arguments are (row, offset) `count` times, the rows' length, and fp32 scalars.
-    """
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointers = [pointer_of(context, builder, signature, arguments, 2 * i) for i in range(count)]
-        starts = [arguments[2 * i + 1] for i in range(count)]
+    @emitted("ai" * count + "i" + "f" * numbers)
+    def function(builder: Any, *arguments: Any) -> None:
+        pointers, starts = arguments[0 : 2 * count : 2], arguments[1 : 2 * count : 2]
         length, given = arguments[2 * count], list(arguments[2 * count + 1 :])
         wide = [splat(builder, value) for value in given]
 
@@ -53,9 +54,13 @@ def _rows(count: int, step: Step) -> Any:
                 builder.store(value, places[i])
 
         along(builder, length, vector, single)
-        return context.get_dummy_value()
 
-    return emit
+    return function
+
+
+def _times_plus(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once where the machine can."""
+    return builder.fadd(builder.fmul(a, b, flags=FUSED), c, flags=FUSED)
 
 
 _LOG2_E = 1.4426950408889634
@@ -80,18 +85,14 @@ def _chosen(builder: Any, relation: str, x: Any, bound: float) -> Any:
 
 def _exponential(builder: Any, x: Any) -> Any:
     """e^x for x <= 0: 2^n for the nearest n, times a polynomial of what is left; NaN stays NaN."""
-
-    def multiply_add(a: Any, b: Any, c: Any) -> Any:
-        return builder.fadd(builder.fmul(a, b, flags=FUSED), c, flags=FUSED)
-
     x = _chosen(builder, "<", x, _LOWEST)
-    rounded = multiply_add(x, _like(x, _LOG2_E), _like(x, _ROUNDER))
+    rounded = _times_plus(builder, x, _like(x, _LOG2_E), _like(x, _ROUNDER))
     n = builder.fsub(rounded, _like(x, _ROUNDER))
-    rest = multiply_add(n, _like(x, -_LN2_HIGH), x)
-    rest = multiply_add(n, _like(x, -_LN2_LOW), rest)
+    rest = _times_plus(builder, n, _like(x, -_LN2_HIGH), x)
+    rest = _times_plus(builder, n, _like(x, -_LN2_LOW), rest)
     series = _like(x, 1 / 720)
     for factorial in (120, 24, 6, 2, 1, 1):
-        series = multiply_add(series, rest, _like(x, 1 / factorial))
+        series = _times_plus(builder, series, rest, _like(x, 1 / factorial))
     integers = ir.VectorType(I32, LANES) if x.type == VECTOR else I32
     bias, places = (ir.Constant(integers, [c] * LANES if x.type == VECTOR else c) for c in (127, 23))
     power = builder.shl(builder.add(builder.bitcast(rounded, integers), bias), places)
@@ -101,8 +102,7 @@ def _exponential(builder: Any, x: Any) -> Any:
 def _kernel(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
     product, offset, mean = rows
     scale, shift = scalars
-    exponent = builder.fmul(product, scale, flags=FUSED)
-    exponent = builder.fadd(exponent, builder.fadd(offset, shift), flags=FUSED)
+    exponent = _times_plus(builder, product, scale, builder.fadd(offset, shift))
     return [builder.fsub(_exponential(builder, _chosen(builder, ">", exponent, 0.0)), mean)]
 
 
@@ -118,31 +118,6 @@ def _inverse_lengths(builder: Any, rows: list[Any], scalars: list[Any]) -> list[
     return [builder.select(empty, zero, inverse)]
 
 
-@intrinsic
-def inverse_lengths(typing: Any, y: Any, y0: Any, length: Any, scale: Any) -> Any:
-    """y = scale / sqrt(y); zero where y is zero, NaN where it is infinite."""
-    return types.void(y, types.int64, types.int64, types.float32), _rows(1, _inverse_lengths)
-
-
-@intrinsic
-def kernel_row(
-    typing: Any,
-    y: Any,
-    y0: Any,
-    offset: Any,
-    offset0: Any,
-    mean: Any,
-    mean0: Any,
-    length: Any,
-    scale: Any,
-    shift: Any,
-) -> Any:
-    """y = exp(min(scale y + offset + shift, 0)) - mean."""
-    index, single = types.int64, types.float32
-    signature = types.void(y, index, offset, index, mean, index, index, single, single)
-    return signature, _rows(3, _kernel)
-
-
 def _kernel_grad(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
     grad, feature, mean = rows
     return [builder.fmul(builder.fmul(grad, scalars[0]), builder.fadd(feature, mean))]
@@ -155,107 +130,8 @@ def _passed(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
 
 
 def _combined(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
-    y, one, two = rows
-    for row, number in ((one, scalars[0]), (two, scalars[1])):
-        y = builder.fadd(y, builder.fmul(number, row, flags=FUSED), flags=FUSED)
-    return [y]
-
-
-def _blended(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
-    one = builder.fmul(scalars[0], rows[1])
-    return [builder.fadd(one, builder.fmul(scalars[1], rows[2], flags=FUSED), flags=FUSED)]
-
-
-def _of_two(step: Step) -> Any:
-    """An intrinsic that makes a row of two others and two numbers."""
-
-    @intrinsic
-    def row(
-        typing: Any, y: Any, y0: Any, one: Any, one0: Any, two: Any, two0: Any, length: Any, a: Any, b: Any
-    ) -> Any:
-        index, single = types.int64, types.float32
-        return types.void(y, index, one, index, two, index, index, single, single), _rows(3, step)
-
-    return row
-
-
-combine_row = _of_two(_combined)
-"""y += a * one + b * two."""
-blend_row = _of_two(_blended)
-"""y = a * one + b * two."""
-
-
-@intrinsic
-def add_row(typing: Any, y: Any, y0: Any, x: Any, x0: Any, length: Any) -> Any:
-    """y += x."""
-    index = types.int64
-    return types.void(y, index, x, index, index), _rows(2, lambda b, rows, _: [b.fadd(rows[0], rows[1])])
-
-
-@intrinsic
-def add_row_twice(
-    typing: Any, y: Any, first: Any, second: Any, x: Any, x0: Any, length: Any, number: Any
-) -> Any:
-    """y += number * x, at two rows of y."""
-    index = types.int64
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        py, px = (pointer_of(context, builder, signature, arguments, i) for i in (0, 3))
-        _, first, second, _, x0, length, number = arguments
-        wide = splat(builder, number)
-
-        def added(total: Any, term: Any) -> Any:
-            return builder.fadd(total, term, flags=FUSED)
-
-        def vector(index: Any) -> None:
-            term = builder.fmul(wide, load(builder, px, builder.add(x0, index)), flags=FUSED)
-            for start in (first, second):
-                place = builder.add(start, index)
-                store(builder, added(load(builder, py, place), term), py, place)
-
-        def single(index: Any) -> None:
-            value = builder.load(builder.gep(px, [builder.add(x0, index)]))
-            term = builder.fmul(number, value, flags=FUSED)
-            for start in (first, second):
-                place = builder.gep(py, [builder.add(start, index)])
-                builder.store(added(builder.load(place), term), place)
-
-        along(builder, length, vector, single)
-        return context.get_dummy_value()
-
-    return types.void(y, index, index, x, index, index, types.float32), emit
-
-
-@intrinsic
-def add_signed_row(typing: Any, y: Any, y0: Any, x: Any, x0: Any, length: Any, code: Any, number: Any) -> Any:
-    """y += number * h * x, where h is ±1 as the bits of a code."""
-    index = types.int64
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        py, px = (pointer_of(context, builder, signature, arguments, i) for i in (0, 2))
-        _, y0, _, x0, length, code, number = arguments
-        wide = splat(builder, number)
-
-        def signed(index: Any, kind: Any, mask: Any, term: Any) -> Any:
-            bits = builder.bitcast(builder.trunc(builder.lshr(code, index), kind), mask)
-            return builder.select(bits, term, builder.fneg(term))
-
-        def vector(index: Any) -> None:
-            term = builder.fmul(wide, load(builder, px, builder.add(x0, index)))
-            term = signed(index, ir.IntType(LANES), ir.VectorType(ir.IntType(1), LANES), term)
-            place = builder.add(y0, index)
-            store(builder, builder.fadd(load(builder, py, place), term), py, place)
-
-        def single(index: Any) -> None:
-            term = builder.fmul(number, builder.load(builder.gep(px, [builder.add(x0, index)])))
-            place = builder.gep(py, [builder.add(y0, index)])
-            bit = ir.IntType(1)
-            builder.store(builder.fadd(builder.load(place), signed(index, bit, bit, term)), place)
-
-        along(builder, length, vector, single)
-        return context.get_dummy_value()
-
-    return types.void(y, index, x, index, index, index, types.float32), emit
+    y = _times_plus(builder, scalars[0], rows[1], rows[0])
+    return [_times_plus(builder, scalars[1], rows[2], y)]
 
 
 def _carried(builder: Any, rows: list[Any], _: Any) -> list[Any]:
@@ -264,158 +140,106 @@ def _carried(builder: Any, rows: list[Any], _: Any) -> list[Any]:
     return [total, builder.fsub(recent, builder.fsub(total, earlier))]
 
 
-@intrinsic
-def carry_row(typing: Any, earlier: Any, earlier0: Any, recent: Any, recent0: Any, length: Any) -> Any:
-    """earlier += recent, and in recent what rounding lost."""
-    index = types.int64
-    return types.void(earlier, index, recent, index, index), _rows(2, _carried)
-
-
-def _folded(builder: Any, rows: list[Any], _: Any) -> list[Any]:
-    total, low, high = rows
-    return [builder.fadd(total, builder.fsub(high, low)), builder.fadd(low, high)]
-
-
-@intrinsic
-def fold_row(typing: Any, y: Any, y0: Any, low: Any, low0: Any, high: Any, high0: Any, length: Any) -> Any:
-    """y += high - low, then low += high."""
-    index = types.int64
-    return types.void(y, index, low, index, high, index, index), _rows(3, _folded)
-
-
-def _scaled(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
-    return [builder.fadd(rows[1], builder.fmul(scalars[0], rows[2], flags=FUSED), flags=FUSED)]
-
-
 def _running(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
-    """The recent sum with the token's value, and the output with what was summed up."""
     recent, out, earlier, value = rows
-    sign, weight = scalars
-    recent = builder.fadd(recent, builder.fmul(sign, value, flags=FUSED), flags=FUSED)
-    seen = builder.fadd(earlier, recent)
-    return [recent, builder.fadd(out, builder.fmul(weight, seen, flags=FUSED), flags=FUSED)]
+    recent = _times_plus(builder, scalars[0], value, recent)
+    return [recent, _times_plus(builder, scalars[1], builder.fadd(earlier, recent), out)]
 
 
-@intrinsic
-def running_row(
-    typing: Any,
-    recent: Any,
-    recent0: Any,
-    out: Any,
-    out0: Any,
-    earlier: Any,
-    earlier0: Any,
-    value: Any,
-    value0: Any,
-    length: Any,
-    sign: Any,
-    weight: Any,
-) -> Any:
-    """recent += sign value, then out += weight (earlier + recent)."""
-    index, single = types.int64, types.float32
-    signature = types.void(recent, index, out, index, earlier, index, value, index, index, single, single)
-    return signature, _rows(4, _running)
+def _added_twice(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
+    term = builder.fmul(scalars[0], rows[2], flags=FUSED)
+    return [builder.fadd(row, term, flags=FUSED) for row in rows[:2]]
 
 
-def _from_one(step: Step) -> Any:
-    """An intrinsic that makes a row of another and a number."""
-
-    @intrinsic
-    def row(typing: Any, y: Any, y0: Any, x: Any, x0: Any, length: Any, number: Any) -> Any:
-        index = types.int64
-        return types.void(y, index, x, index, index, types.float32), _rows(2, step)
-
-    return row
-
-
-pass_row = _from_one(_passed)
-"""y = number * y where |number * x| <= 1, else 0."""
-divide_row = _from_one(lambda b, rows, scalars: [b.fdiv(rows[1], scalars[0])])
-"""y = x / number."""
-scale_row = _from_one(lambda b, rows, scalars: [b.fmul(rows[1], scalars[0])])
-"""y = number * x."""
-
-
-def _mixed(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
-    one, two = rows
-    return [
-        builder.fadd(x, builder.fmul(scalars[0], y, flags=FUSED), flags=FUSED)
-        for x, y in ((one, two), (two, one))
-    ]
-
-
-mix_rows = _from_one(_mixed)
-"""y += number * x and x += number * y, at once."""
-
-
-def _quotient(builder: Any, rows: list[Any], scalars: list[Any]) -> list[Any]:
-    return [builder.fdiv(builder.fadd(rows[1], rows[2]), scalars[0])]
-
-
-def _from_two(step: Step) -> Any:
-    """An intrinsic that makes a row of two others and a number."""
-
-    @intrinsic
-    def row(
-        typing: Any, y: Any, y0: Any, one: Any, one0: Any, two: Any, two0: Any, length: Any, number: Any
-    ) -> Any:
-        index = types.int64
-        signature = types.void(y, index, one, index, two, index, index, types.float32)
-        return signature, _rows(3, step)
-
-    return row
+inverse_lengths = _on_rows(1, 1, _inverse_lengths)
+"""y = a / sqrt(y); zero where y is zero, NaN where it is infinite."""
+kernel_row = _on_rows(3, 2, _kernel)
+"""y = exp(min(a y + offset + b, 0)) - mean."""
+kernel_grad_row = _on_rows(3, 1, _kernel_grad)
+"""y *= a * (one + two)."""
+pass_row = _on_rows(2, 1, _passed)
+"""y = a * y where |a * x| <= 1, else 0."""
+combine_row = _on_rows(3, 2, _combined)
+"""y += a * one + b * two."""
+blend_row = _on_rows(3, 2, lambda b, x, a: [_times_plus(b, a[1], x[2], b.fmul(a[0], x[1]))])
+"""y = a * one + b * two."""
+add_row = _on_rows(2, 0, lambda b, x, _: [b.fadd(x[0], x[1])])
+"""y += x."""
+add_row_twice = _on_rows(3, 1, _added_twice)
+"""y += a * x and z += a * x, for different rows y and z."""
+carry_row = _on_rows(2, 0, _carried)
+"""earlier += recent, and in recent what rounding lost."""
+fold_row = _on_rows(3, 0, lambda b, x, _: [b.fadd(x[0], b.fsub(x[2], x[1])), b.fadd(x[1], x[2])])
+"""y += high - low, then low += high."""
+running_row = _on_rows(4, 2, _running)
+"""recent += a * value, then out += b * (earlier + recent)."""
+divide_row = _on_rows(2, 1, lambda b, x, a: [b.fdiv(x[1], a[0])])
+"""y = x / a."""
+scale_row = _on_rows(2, 1, lambda b, x, a: [b.fmul(x[1], a[0])])
+"""y = a * x."""
+mix_rows = _on_rows(2, 1, lambda b, x, a: [_times_plus(b, a[0], x[1 - i], x[i]) for i in range(2)])
+"""y += a * x and x += a * y, at once."""
+table_row = _on_rows(3, 1, lambda b, x, a: [_times_plus(b, a[0], x[2], x[1])])
+"""y = one + a * two."""
+read_two_rows = _on_rows(3, 1, lambda b, x, a: [b.fdiv(b.fadd(x[1], x[2]), a[0])])
+"""y = (one + two) / a."""
 
 
-kernel_grad_row = _from_two(_kernel_grad)
-"""y *= number * (one + two)."""
-table_row = _from_two(_scaled)
-"""y = one + number * two."""
-read_two_rows = _from_two(_quotient)
-"""y = (one + two) / number."""
+@emitted("aiaiiif")
+def add_signed_row(
+    builder: Any, y: Any, y0: Any, x: Any, x0: Any, length: Any, code: Any, number: Any
+) -> None:
+    """y += number * h * x, where h is ±1 as the bits of a code."""
+    wide = splat(builder, number)
 
+    def signed(index: Any, kind: Any, mask: Any, term: Any) -> Any:
+        bits = builder.bitcast(builder.trunc(builder.lshr(code, index), kind), mask)
+        return builder.select(bits, term, builder.fneg(term))
 
-sum_two_rows = _from_two(lambda b, rows, _: [b.fadd(rows[1], rows[2])])
-"""y = one + two."""
+    def vector(index: Any) -> None:
+        term = builder.fmul(wide, load(builder, x, builder.add(x0, index)))
+        term = signed(index, ir.IntType(LANES), ir.VectorType(ir.IntType(1), LANES), term)
+        place = builder.add(y0, index)
+        store(builder, builder.fadd(load(builder, y, place), term), y, place)
+
+    def single(index: Any) -> None:
+        term = builder.fmul(number, builder.load(builder.gep(x, [builder.add(x0, index)])))
+        place = builder.gep(y, [builder.add(y0, index)])
+        bit = ir.IntType(1)
+        builder.store(builder.fadd(builder.load(place), signed(index, bit, bit, term)), place)
+
+    along(builder, length, vector, single)
 
 
 def _read_rows(divided: bool) -> Any:
-    @intrinsic
-    def rows_of_table(
-        typing: Any, y: Any, y0: Any, table: Any, rows: Any, count: Any, length: Any, by: Any
-    ) -> Any:
-        """y = the sum of `count` rows of a table, at the offsets in `rows`, divided by a number or not."""
-        index = types.int64
+    @emitted("aiaaiif")
+    def read(builder: Any, y: Any, y0: Any, table: Any, rows: Any, count: Any, length: Any, by: Any) -> None:
+        wide = splat(builder, by)
 
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            py, pt, pr = (pointer_of(context, builder, signature, arguments, i) for i in (0, 2, 3))
-            _, y0, _, _, count, length, by = arguments
-            wide = splat(builder, by)
+        def summed(zero: Any, by: Any, value_at: Emit) -> Any:
+            sums = cgutils.alloca_once(builder, zero.type)
+            builder.store(zero, sums)
+            with steps(builder, integer(0), count, 1) as which:
+                value = value_at(builder.load(builder.gep(rows, [which])))
+                builder.store(builder.fadd(builder.load(sums), value), sums)
+            total = builder.load(sums)
+            return builder.fdiv(total, by) if divided else total
 
-            def summed(zero: Any, by: Any, value_at: Emit) -> Any:
-                sums = cgutils.alloca_once(builder, zero.type)
-                builder.store(zero, sums)
-                with steps(builder, integer(0), count, 1) as which:
-                    value = value_at(builder.load(builder.gep(pr, [which])))
-                    builder.store(builder.fadd(builder.load(sums), value), sums)
-                total = builder.load(sums)
-                return builder.fdiv(total, by) if divided else total
+        def vector(index: Any) -> None:
+            total = summed(ZERO, wide, lambda row: load(builder, table, builder.add(row, index)))
+            store(builder, total, y, builder.add(y0, index))
 
-            def vector(index: Any) -> None:
-                total = summed(ZERO, wide, lambda row: load(builder, pt, builder.add(row, index)))
-                store(builder, total, py, builder.add(y0, index))
+        def single(index: Any) -> None:
+            zero = ir.Constant(F32, 0.0)
+            total = summed(zero, by, lambda row: builder.load(builder.gep(table, [builder.add(row, index)])))
+            builder.store(total, builder.gep(y, [builder.add(y0, index)]))
 
-            def single(index: Any) -> None:
-                zero = ir.Constant(F32, 0.0)
-                total = summed(zero, by, lambda row: builder.load(builder.gep(pt, [builder.add(row, index)])))
-                builder.store(total, builder.gep(py, [builder.add(y0, index)]))
+        along(builder, length, vector, single)
 
-            along(builder, length, vector, single)
-            return context.get_dummy_value()
-
-        return types.void(y, index, table, rows, index, index, types.float32), emit
-
-    return rows_of_table
+    return read
 
 
 read_rows = _read_rows(divided=True)
+"""y = the sum of `count` rows of a table, at the offsets in `rows`, divided by a number."""
 sum_rows = _read_rows(divided=False)
+"""The same without the division."""

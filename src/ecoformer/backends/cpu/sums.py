@@ -25,7 +25,6 @@ from ecoformer.backends.cpu.rows import (
     read_two_rows,
     scale_row,
     sum_rows,
-    sum_two_rows,
     table_row,
 )
 from ecoformer.backends.cpu.vectors import doubles, floats, octets
@@ -137,7 +136,8 @@ def add_to_buckets(w: Worker, code: int, x: Any, x0: int, number: float, weight:
         one, two = _pair(code, p.digit)
         exact[at.counts + one] += weight
         exact[at.counts + two] += weight
-        add_row_twice(memory, at.buckets + one * wide, at.buckets + two * wide, x, x0, p.channels, number)
+        one, two = at.buckets + one * wide, at.buckets + two * wide
+        add_row_twice(memory, one, memory, two, x, x0, p.channels, number)
     else:
         for g in range(count):
             bucket = (g << p.digit) + ((code >> (g * p.digit)) & low)
@@ -364,6 +364,6 @@ def sum_reads(w: Worker, one: int, two: int, out: Any, to: int) -> None:
     """The sum of the rows that were looked up last."""
     p, at, memory, number = w.p, w.at, w.memory, _digits(w.p.bits, w.p.digit)
     if number == 2:
-        sum_two_rows(out, to, memory, one, memory, two, p.channels, float32(1))
+        table_row(out, to, memory, one, memory, two, p.channels, float32(1))
     else:
         sum_rows(out, to, memory, w.rows[at.rows : at.rows + number], number, p.channels, float32(1))
