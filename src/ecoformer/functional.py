@@ -130,8 +130,8 @@ def _affinity(affinity: Affinity | None, bias: Bias, bits: int) -> Affinity:
 
 def _fused(given: tuple[Any, ...], affinity: Affinity, is_causal: bool, wanted: str | None) -> Tensor | None:
     """The output by a fused backend; None where eager is to compute it."""
-    q, k, v, mask, key_weight, functions, key_functions = given
-    if not _regular(q, q if k is None else k, v, mask, key_weight, functions, key_functions, is_causal):
+    q, _, v, _, _, functions, _ = given
+    if not _regular(given, is_causal):
         if torch.float64 in (q.dtype, v.dtype):
             tell_if_asked(wanted, "it takes fp32, bf16 and fp16")
         return None
@@ -143,8 +143,7 @@ def _fused(given: tuple[Any, ...], affinity: Affinity, is_causal: bool, wanted: 
         scale, ratio, floor = affinity.prepared(bits, heads, v.device)
     elif affinity.needs_floor(bits):
         return None
-    tensors = (q, k, v, mask, key_weight, functions, key_functions)
-    call = fused.FusedCall(*tensors, scale, ratio, floor, constant or 0.0, is_causal)
+    call = fused.FusedCall(*given, scale, ratio, floor, constant or 0.0, is_causal)
     needs_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in call.differentiable()
     )
@@ -152,17 +151,10 @@ def _fused(given: tuple[Any, ...], affinity: Affinity, is_causal: bool, wanted: 
     return None if backend == "eager" else fused.run(backend, call, needs_grad)
 
 
-def _regular(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    key_weight: Tensor | None,
-    functions: Functions,
-    key_functions: Functions | None,
-    is_causal: bool,
-) -> bool:
+def _regular(given: tuple[Any, ...], is_causal: bool) -> bool:
     """Whether fused backends take these arguments; eager's checks say what is wrong with others."""
+    q, k, v, mask, key_weight, functions, key_functions = given
+    k = q if k is None else k
     if not q.ndim == k.ndim == v.ndim == 4 or not (q.numel() and v.numel() and k.numel()):
         return False
     heads, dim, bits = sizes = check_functions("hasher", functions, q)
@@ -171,25 +163,22 @@ def _regular(
             return False
         if check_functions("key_hasher", key_functions, k) != sizes:
             return False
-    device, batch, tokens = v.device, v.shape[0], v.shape[2]
-    if k.shape != (batch, heads, tokens, dim) or v.shape[1] != heads:
+    device, (batch, v_heads, tokens, _) = v.device, v.shape
+    if k.shape != (batch, heads, tokens, dim) or v_heads != heads or bits > 64:
         return False
-    if (q.shape[0], q.shape[1], q.shape[3]) != (batch, heads, dim):
-        return False
-    if (is_causal and q.shape[2] != tokens) or bits > 64:
+    if (*q.shape[:2], q.shape[3]) != (batch, heads, dim) or (is_causal and q.shape[2] != tokens):
         return False
     if mask is not None and (mask.dtype, mask.shape, mask.device) != (torch.bool, (batch, tokens), device):
         return False
-    if key_weight is not None and (
-        key_weight.dtype not in fused.DTYPES
-        or (key_weight.shape, key_weight.device) != ((batch, heads, tokens), device)
-    ):
-        return False
-    # Kernels take fp32 hash functions for granted.
-    for x in (*functions, *(key_functions or ())):
-        if x.dtype != torch.float32 or x.device != device:
+    floats = [q, k, v]
+    if key_weight is not None:
+        if key_weight.shape != (batch, heads, tokens):
             return False
-    return all(x.dtype in fused.DTYPES and x.device == device for x in (q, k, v))
+        floats.append(key_weight)
+    # Kernels take fp32 hash functions for granted.
+    if any(x.dtype != torch.float32 or x.device != device for x in (*functions, *(key_functions or ()))):
+        return False
+    return all(x.dtype in fused.DTYPES and x.device == device for x in floats)
 
 
 def hash_attention(
@@ -236,7 +225,7 @@ def hash_attention(
     Returns:
         (..., N_q, D) in v's dtype.
     """
-    call = CodeCall.of(codes_q, codes_k, v, key_padding_mask, key_weight, is_causal, bias, affinity, bits)
+    call = CodeCall(codes_q, codes_k, v, key_padding_mask, key_weight, is_causal, bias, affinity, bits)
     if is_causal:
         return call.causal(None if group is None else _sums_before(call.sums(), group))
     state = call.sums()
@@ -248,20 +237,6 @@ class CodeCall:
 
     def __init__(
         self,
-        f_q: Tensor,
-        f_k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        key_weight: Tensor | None,
-        weights: eager.Weights,
-        own_value: bool,
-    ) -> None:
-        self.f_q, self.f_k, self.v, self.mask, self.key_weight = f_q, f_k, v, mask, key_weight
-        self.weights, self.own_value = weights, own_value
-
-    @classmethod
-    def of(
-        cls,
         codes_q: Tensor,
         codes_k: Tensor,
         v: Tensor,
@@ -271,24 +246,21 @@ class CodeCall:
         bias: Bias,
         affinity: Affinity | None,
         bits: int | None,
-    ) -> CodeCall:
-        """Check all arguments and make features of the codes."""
+    ) -> None:
         official = bias == "official" or (affinity is not None and affinity.own_value)
         same_tokens = "is_causal=True" if is_causal else 'bias="official"' if official else None
         width = check_attention(codes_q, codes_k, v, same_tokens, bits)
-        mask = check_mask(key_padding_mask, v)
+        self.v, self.mask, self.key_weight = v, check_mask(key_padding_mask, v), key_weight
         check_key_weight(key_weight, v)
         if official and key_weight is not None:
-            raise ValueError(
-                'key_weight has no place in the released code\'s form: leave out bias="official"'
-            )
+            raise ValueError('key_weight cannot be combined with bias="official", the released code\'s form')
         affinity = _affinity(affinity, bias, width)
         affinity.check_heads(v)
+        self.own_value = affinity.own_value
         with eager.full_precision(v.device):
-            f_k = eager.features(codes_k, affinity, width, v)
-            f_q = f_k if codes_q is codes_k else eager.features(codes_q, affinity, width, v)
-            weights = eager.Weights.of(affinity, width, v)
-        return cls(f_q, f_k, v, mask, key_weight, weights, affinity.own_value)
+            self.f_k = eager.features(codes_k, affinity, width, v)
+            self.f_q = self.f_k if codes_q is codes_k else eager.features(codes_q, affinity, width, v)
+            self.weights = eager.Weights.of(affinity, width, v)
 
     def sums(self) -> Tensor:
         """The keys' state."""

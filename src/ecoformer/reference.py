@@ -21,16 +21,6 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, temperature: float | None
     return torch.softmax(q @ k.mT / tau, dim=-1) @ v
 
 
-def hamming_distance(codes_q: Tensor, codes_k: Tensor) -> Tensor:
-    """Eq. (6): the number of bits in which two codes differ, for every pair."""
-    return (codes_q.unsqueeze(-2) != codes_k.unsqueeze(-3)).sum(dim=-1)
-
-
-def code_product(codes_q: Tensor, codes_k: Tensor) -> Tensor:
-    """Eq. (7): the inner product of two codes is b minus twice their Hamming distance."""
-    return codes_q.shape[-1] - 2 * hamming_distance(codes_q, codes_k)
-
-
 def bias_of(bits: int) -> int:
     """2^c with c = ceil(log2(b + 1)): the power of two that keeps every affinity positive."""
     return int(2 ** math.ceil(math.log2(bits + 1)))

@@ -40,7 +40,7 @@ class HashAttentionState:
     ) -> Tensor:
         """Take the next tokens (arguments as in `hash_attention`) and return their outputs (..., N, D)."""
         options = (key_padding_mask, key_weight, True, self.bias, self.affinity, bits)
-        call = CodeCall.of(codes_q, codes_k, v, *options)
+        call = CodeCall(codes_q, codes_k, v, *options)
         expected = (*v.shape[:-2], call.f_k.shape[-1] + 1, v.shape[-1] + 1)
         if self.sums is not None and self.sums.shape != expected:
             raise ValueError(
