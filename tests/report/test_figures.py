@@ -8,12 +8,7 @@ import json
 import matplotlib
 import pytest
 
-from ecoformer.report.figures import (
-    accuracy_figure,
-    accuracy_rows,
-    shares_figure,
-)
-from ecoformer.report.style import check_target, look_of, save
+from ecoformer.report.figures import accuracy_figure, accuracy_rows, check_target, save, shares_figure
 
 SHARES = [
     {"model": f"pvt_v2_b{i}", "mechanism": name, "attention": 3e9, "ffn": (1 + i) * 1e9, "other": 0.1e9}
@@ -101,8 +96,3 @@ def test_result_files_that_will_not_do(tmp_path, content):
     (tmp_path / "r.json").write_text(content)
     with pytest.raises(ValueError, match=r"r\.json does not hold rows with label, energy_pj and accuracy"):
         accuracy_rows(tmp_path / "r.json")
-
-
-def test_known_mechanisms_have_one_colour():
-    assert look_of("eco", 0)["color"] == look_of("Eco", 3)["color"]
-    assert look_of("mine", 0)["color"] != look_of("yours", 1)["color"]

@@ -10,7 +10,7 @@ import typer
 from ecoformer.accounting import Ledger, cost
 from ecoformer.cli import common
 from ecoformer.report import figures
-from ecoformer.report.style import check_target, save
+from ecoformer.report.figures import check_target, save
 
 figure = typer.Typer(help="Figures of what models cost, as PNG, SVG or PDF.", no_args_is_help=True)
 Out = Annotated[Path, typer.Option(help="The file: .png, .svg or .pdf.", callback=check_target)]

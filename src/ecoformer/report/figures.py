@@ -1,23 +1,71 @@
 """Figures: shares of a model's parts, and accuracy against energy.
 
-Each function takes plain rows and returns a matplotlib figure; `style.save` writes it.
+Each figure function takes plain rows and returns a matplotlib figure; `save` writes it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from ecoformer.report import style
-from ecoformer.report.style import drawing, look_of, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Rows = Sequence[Mapping[str, Any]]
-_PARTS = {"attention": style.BLUE, "ffn": style.ORANGE, "other": style.GREY}
+SUFFIXES = (".png", ".svg", ".pdf")
+_PARTS = ("attention", "ffn", "other")
+_SETTINGS: Any = {
+    "font.size": 9,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#d9d9d9",
+    "legend.frameon": False,
+    "savefig.dpi": 200,
+    "svg.hashsalt": "ecoformer",
+    "text.parse_math": False,  # names are not formulas, whatever dollar signs they hold
+}
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Our matplotlib settings inside the block, the user's own afterwards."""
+    try:
+        from matplotlib import style
+    except ImportError as error:
+        raise ImportError("figures need matplotlib: pip install 'ecoformer[figures]'") from error
+    with style.context(["tableau-colorblind10", _SETTINGS]):
+        yield
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of a size in inches, without a window."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def check_target(path: str | Path) -> Path:
+    """Check that a figure can be written to `path`, before anything is computed."""
+    target = Path(path)
+    if target.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"{target} must end in {', '.join(SUFFIXES)}, got {target.suffix!r}")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into")
+    with drawing():
+        return target
+
+
+def save(figure: Figure, path: str | Path) -> Path:
+    """Write a figure as PNG, SVG or PDF by its suffix; the same figure gives the same file."""
+    target = check_target(path)
+    dates = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    with drawing():
+        figure.savefig(target, metadata=dates.get(target.suffix.lower()))
+    return target
 
 
 def shares_figure(rows: Rows) -> Figure:
@@ -33,9 +81,9 @@ def shares_figure(rows: Rows) -> Figure:
             own = [row for row in rows if row["mechanism"] == mechanism]
             totals = [sum(row[part] for part in _PARTS) for row in own]
             names, before = [row["model"] for row in own], [0.0] * len(own)
-            for part, colour in _PARTS.items():
+            for part in _PARTS:
                 shares = [100 * row[part] / (total or 1) for row, total in zip(own, totals, strict=True)]
-                bars = axes.bar(names, shares, 0.7, bottom=before, color=colour, label=part)
+                bars = axes.bar(names, shares, 0.7, bottom=before, label=part)
                 texts = [f"{share:.0f}%" if share > 8 else "" for share in shares]
                 axes.bar_label(bars, texts, label_type="center", size=8)
                 before = [low + share for low, share in zip(before, shares, strict=True)]
@@ -63,9 +111,8 @@ def accuracy_figure(rows: Rows) -> Figure:
     with drawing():
         figure = new_figure(5.4, 3.4)
         axes = figure.subplots()
-        for i, row in enumerate(rows):
-            point = ([row["energy_pj"] * 1e-9], [100 * row["accuracy"]])
-            axes.plot(*point, linestyle="", markersize=7, **look_of(row["label"], i))
+        for row in rows:
+            axes.plot(row["energy_pj"] * 1e-9, 100 * row["accuracy"], "o", label=row["label"])
         axes.set(xlabel="Energy of a forward pass (mJ)", ylabel="Accuracy (%)")
         axes.margins(0.1)
         axes.grid()

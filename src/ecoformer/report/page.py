@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ecoformer.files import replace_text
-from ecoformer.report.figures import accuracy_figure
-from ecoformer.report.style import drawing, look_of, new_figure
+from ecoformer.report.figures import accuracy_figure, drawing, new_figure
 from ecoformer.training import Recipe, as_yaml
 from ecoformer.training.folder import RunFolder
 
@@ -136,10 +135,9 @@ def _curves(runs: Sequence[Run]) -> Figure:
         panels = figure.subplots(1, 2)
         wanted = (("train", "loss", "Training loss", 1.0), ("test", "accuracy", "Test accuracy (%)", 100.0))
         for axes, (split, name, label, factor) in zip(panels, wanted, strict=True):
-            for i, run in enumerate(runs):
+            for run in runs:
                 own = [m for m in run.metrics if m.get("split") == split and name in m]
-                look = look_of(run.mechanism, i) | {"label": run.name, "marker": "."}
-                axes.plot([m["step"] for m in own], [factor * m[name] for m in own], **look)
+                axes.plot([m["step"] for m in own], [factor * m[name] for m in own], ".-", label=run.name)
             axes.set(xlabel="Step", ylabel=label)
             axes.grid(axis="y")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
