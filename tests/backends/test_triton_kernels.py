@@ -214,13 +214,13 @@ def check(kernels, case, dtype=torch.float32):
 CASES = [
     Case(1, bits=1, support=1),
     Case(63, dim=40, bits=8, masked=True),
-    Case(500, value_dim=40, batch=1),
+    Case(200, value_dim=40, heads=1, batch=1),
     Case(63, dim=96, value_dim=96, bits=33, support=64),
     Case(63, dim=40, bits=33, n_k=50, masked=True),
     Case(5, n_k=70, bits=16),
     Case(1, causal=True),
     Case(63, bits=8, causal=True, batch=1),
-    Case(300, value_dim=40, masked=True, causal=True, batch=1),
+    Case(140, value_dim=40, masked=True, causal=True, heads=1),
     Case(140, groups=4, heads=1, batch=1),
     Case(40, groups=2, bits=8, masked=True, planes=True),
     Case(20, groups=3, bits=9, n_k=30, apart=True, weighted=True, masked=True),
@@ -376,18 +376,24 @@ def test_one_launch_for_many_tiles(kernels, configs, warps):
         assert error(x, true) < 2e-6
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter adds in one order")
 @pytest.mark.parametrize("case", [Case(80, heads=1), Case(80, causal=True, heads=1), Case(40, n_k=60)])
 def test_repeated_runs_are_equal(kernels, case):
     call = make(case)
     grad = torch.randn(*call.q.shape[:3], case.value_dim).to(DEVICE)
     first = by_kernels(kernels, call, grad)
-    for _ in range(1 if INTERPRETED else 20):
+    for _ in range(20):
         for x, y in zip(first, by_kernels(kernels, call, grad), strict=True):
             assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize(
-    "case", [Case(32, heads=1, masked=True), Case(32, causal=True, heads=1), Case(20, n_k=30, heads=1)]
+    "case",
+    [
+        Case(20, heads=1, masked=True),
+        Case(20, causal=True, heads=1, batch=1),
+        Case(20, n_k=30, heads=1, batch=1),
+    ],
 )
 def test_what_was_worked_out_for_other_tensors_serves(kernels, case):
     """The launches of a call are repeated with those of the next one of its shapes."""
@@ -433,13 +439,19 @@ def grouped(call, groups, beta=0.6):
     return call._replace(scale=scale, ratio=ratio, floor=FLOOR * affinity.total(like), constant=0.0)
 
 
-@pytest.mark.parametrize("what", CHANGES)
-def test_a_plan_is_not_taken_for_what_differs(kernels, what):
-    """One thing changes at the same shapes, after a call whose launches are kept."""
+@pytest.fixture(scope="module")
+def planned(kernels):
+    """A call and a gradient whose launches are kept."""
     call = make(Case(16, heads=1, masked=True))
     grad = torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     by_kernels(kernels, call, grad)
-    call, grad = CHANGES[what](call, grad)
+    return call, grad
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_plan_is_not_taken_for_what_differs(kernels, planned, what):
+    """One thing changes at the same shapes."""
+    call, grad = CHANGES[what](*planned)
     bound = 1e-3 if torch.float16 in (call.q.dtype, call.v.dtype) else 4e-6
     for x, true in zip(by_kernels(kernels, call, grad), by_autograd(call, grad, torch.float64), strict=True):
         assert error(x, true) < bound
@@ -467,8 +479,8 @@ def test_buckets_of_whole_numbers_are_exact(kernels, n):
 @pytest.mark.parametrize("causal", [False, True])
 def test_denominators_have_a_floor(kernels, causal):
     """With ratio 0 a query reads the keys of its own value; where there is none, nothing."""
-    call = grouped(make(Case(40, bits=6, causal=causal, apart=True, heads=1)), 1, 1.0)
-    grad = torch.randn(2, 1, 40, 16).to(DEVICE)
+    call = grouped(make(Case(20, bits=6, causal=causal, apart=True, heads=1, batch=1)), 1, 1.0)
+    grad = torch.randn(1, 1, 20, 16).to(DEVICE)
     ours, truth = by_kernels(kernels, call, grad), by_autograd(call, grad, torch.float64)
     assert not truth[0].any(dim=-1).all()
     for x, true in zip(ours[:4], truth[:4], strict=True):
@@ -477,7 +489,7 @@ def test_denominators_have_a_floor(kernels, causal):
 
 
 def test_codes_and_sums_of_whole_numbers_are_exact(kernels):
-    call = make(Case(200, bits=16))
+    call = make(Case(150, bits=16, heads=1))
     values = torch.randint(-1000, 1001, call.v.shape, device=DEVICE).float()
     _, (packed, state) = kernels.forward(call._replace(v=values))
     h = codes(call.q, call.functions)
@@ -501,13 +513,12 @@ WIDE_CAUSAL = Case(140, dim=64, value_dim=64, bits=24, causal=True, heads=1, bat
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
-        (Case(40), torch.float32),
-        (Case(40, n_k=30), torch.float32),
-        (Case(300, causal=True), torch.float32),
-        (Case(40, masked=True), torch.float32),
+        (Case(20), torch.float32),
+        (Case(20, n_k=30), torch.float32),
+        (Case(140, causal=True, heads=1, batch=1), torch.float32),
         (WIDE_CAUSAL, torch.bfloat16),
-        (Case(20, bits=8, groups=2, apart=True), torch.float32),
-        (Case(40, bits=8, groups=2, causal=True), torch.float32),
+        (Case(20, bits=8, groups=2, apart=True, heads=1), torch.float32),
+        (Case(20, bits=8, groups=2, causal=True, heads=1), torch.float32),
     ],
 )
 def test_room_is_as_announced(kernels, case, dtype):
@@ -521,14 +532,14 @@ def test_room_is_as_announced(kernels, case, dtype):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("groups", [None, 2])
 def test_nan_stays_in_its_sample(kernels, what, causal, groups):
-    call = make(Case(80, bits=8, groups=groups, causal=causal, batch=3, heads=1))
-    grad = torch.randn(3, 1, 80, 16).to(DEVICE)
+    call = make(Case(40, bits=8, groups=groups, causal=causal, heads=1))
+    grad = torch.randn(2, 1, 40, 16).to(DEVICE)
     clean = by_kernels(kernels, call, grad)[:3]
-    getattr(call, what)[1, :, 70] = torch.nan
+    getattr(call, what)[1, :, 35] = torch.nan
     spoilt = by_kernels(kernels, call, grad)[:3]
-    assert spoilt[0][1, :, 70:].isnan().all()
+    assert spoilt[0][1, :, 35:].isnan().all()
     for x, y in zip(clean, spoilt, strict=True):
-        assert torch.equal(x[::2], y[::2])
+        assert torch.equal(x[0], y[0])
 
 
 def test_a_length_that_overflows_is_nan(kernels):
@@ -551,8 +562,8 @@ def test_nan_of_a_query_stays_there(kernels):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_may_hold_anything(kernels, causal):
-    call = make(Case(80, masked=True, causal=causal, heads=1))
-    grad = torch.randn(2, 1, 80, 16).to(DEVICE)
+    call = make(Case(40, masked=True, causal=causal, heads=1))
+    grad = torch.randn(2, 1, 40, 16).to(DEVICE)
     padding = call.mask[:, None]
     clean = by_kernels(kernels, call, grad)
     call.v[padding] = torch.nan
@@ -563,13 +574,13 @@ def test_padding_may_hold_anything(kernels, causal):
     assert torch.equal(out[~padding], clean[0][~padding])
 
 
-PROJECTIONS = Case(40, bits=8, groups=2, n_k=40, signs=True, weighted=True, heads=1)
+PROJECTIONS = Case(33, bits=8, groups=2, n_k=33, signs=True, weighted=True, heads=1)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_padded_projections_may_hold_anything(kernels, causal):
     call = make(PROJECTIONS._replace(masked=True, causal=causal))
-    grad = torch.randn(2, 1, 40, 16).to(DEVICE)
+    grad = torch.randn(2, 1, 33, 16).to(DEVICE)
     padding = call.mask[:, None]
     clean = by_kernels(kernels, call, grad)
     call.v[padding], call.k[padding] = torch.nan, torch.nan
@@ -609,8 +620,8 @@ def test_a_zero_token_gets_its_gradient(kernels, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_nothing_but_padding_reads_zero(kernels, causal):
-    call = make(Case(70, masked=True, causal=causal))
-    out, to_q, to_v, _ = by_kernels(kernels, call, torch.ones(2, 2, 70, 16, device=DEVICE))
+    call = make(Case(20, masked=True, causal=causal, heads=1))
+    out, to_q, to_v, _ = by_kernels(kernels, call, torch.ones(2, 1, 20, 16, device=DEVICE))
     assert not out[0].any()
     assert not to_q[0].any()
     assert not to_v[0].any()
@@ -621,9 +632,9 @@ def test_nothing_but_padding_reads_zero(kernels, causal):
 )
 @pytest.mark.parametrize("n_k", [None, 40])
 def test_only_what_is_needed(kernels, needs, n_k):
-    call = make(Case(50, n_k=n_k, heads=1))
+    call = make(Case(30, n_k=n_k, heads=1, batch=1))
     needs = (needs[0], needs[1] and n_k is not None, *needs[2:])
-    grad = torch.randn(2, 1, 50, 16).to(DEVICE)
+    grad = torch.randn(1, 1, 30, 16).to(DEVICE)
     saved = kernels.forward(call)[1]
     everything = backward(kernels, call, grad, saved, (True, n_k is not None, True, True))
     found = backward(kernels, call, grad, saved, needs)
@@ -635,8 +646,8 @@ def test_only_what_is_needed(kernels, needs, n_k):
 
 
 def test_a_bias_that_is_no_whole_number(kernels):
-    call = make(Case(100, causal=True, heads=1))._replace(constant=17.3)
-    grad = torch.randn(2, 1, 100, 16).to(DEVICE)
+    call = make(Case(70, causal=True, heads=1, batch=1))._replace(constant=17.3)
+    grad = torch.randn(1, 1, 70, 16).to(DEVICE)
     for x, true in zip(by_kernels(kernels, call, grad), by_autograd(call, grad, torch.float64), strict=True):
         assert error(x, true) < 2e-6
 
@@ -644,11 +655,11 @@ def test_a_bias_that_is_no_whole_number(kernels):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(40, masked=True),
-        Case(20, n_k=30),
-        Case(40, causal=True),
-        Case(20, bits=8, groups=2, apart=True, weighted=True),
-        Case(20, bits=8, groups=2, causal=True, planes=True),
+        Case(20, masked=True, heads=1),
+        Case(20, n_k=30, heads=1, batch=1),
+        Case(20, causal=True, heads=1, batch=1),
+        Case(20, bits=8, groups=2, apart=True, weighted=True, heads=1, batch=1),
+        Case(20, bits=8, groups=2, causal=True, planes=True, heads=1, batch=1),
     ],
 )
 def test_as_a_registered_operator(kernels, case):
