@@ -130,7 +130,7 @@ def _affinity(affinity: Affinity | None, bias: Bias, bits: int) -> Affinity:
 
 def _fused(given: tuple[Any, ...], affinity: Affinity, is_causal: bool, wanted: str | None) -> Tensor | None:
     """The output by a fused backend; None where eager is to compute it."""
-    q, _, v, _, _, functions, _ = given
+    q, k, v, mask, key_weight, functions, key_functions = given
     if not _regular(given, is_causal):
         if torch.float64 in (q.dtype, v.dtype):
             tell_if_asked(wanted, "it takes fp32, bf16 and fp16")
@@ -143,7 +143,8 @@ def _fused(given: tuple[Any, ...], affinity: Affinity, is_causal: bool, wanted: 
         scale, ratio, floor = affinity.prepared(bits, heads, v.device)
     elif affinity.needs_floor(bits):
         return None
-    call = fused.FusedCall(*given, scale, ratio, floor, constant or 0.0, is_causal)
+    tensors = (q, k, v, mask, key_weight, functions, key_functions)
+    call = fused.FusedCall(*tensors, scale, ratio, floor, constant or 0.0, is_causal)
     needs_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in call.differentiable()
     )

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ecoformer.backends.cpu.compiler import cgutils, ir
+from ecoformer.backends.cpu.problem import LANES
 from ecoformer.backends.cpu.vectors import (
     F32,
     FUSED,
     I32,
-    LANES,
     VECTOR,
     ZERO,
     Emit,
