@@ -302,12 +302,30 @@ def test_a_local_branch_after_an_earlier_conversion():
     assert torch.equal(model(x), plain(x))
 
 
-def test_images_of_any_size_have_no_grid():
-    model = vit(dynamic_img_size=True)
-    with pytest.raises(ValueError, match=r"^local=\(3, 3\) needs .*blocks.0.attn.* local=k"):
-        convert(model, "lsh_eco", local=(3, 3))
-    convert(model, "lsh_eco", local=3)
-    assert model(images(32, 48)).isfinite().all()
+@pytest.mark.parametrize("registers", [0, 4])
+def test_a_local_branch_takes_images_of_any_size(registers):
+    """Each size gives what a model of that fixed size gives."""
+    model = vit(dynamic_img_size=True, reg_tokens=registers, pos_embed="none")
+    convert(model, "lsh_eco", seed=0, local=(3, 3))
+    for name, parameter in model.named_parameters():
+        if name.endswith("local.weight"):
+            nn.init.normal_(parameter)
+    x = images(16, 32)
+    expected, twin = model(x), copy.deepcopy(model)
+    for height, width in ((32, 48), (48, 32), (8, 8)):
+        fixed = vit(img_size=(height, width), reg_tokens=registers, pos_embed="none")
+        convert(fixed, "lsh_eco", seed=0, local=(3, 3))
+        fixed.load_state_dict(model.state_dict())
+        assert torch.equal(model(images(height, width)), fixed(images(height, width)))
+        fixed.set_input_size(img_size=(16, 32))
+        assert torch.equal(fixed(x), expected)
+    assert torch.equal(twin(x), expected)
+    convert(model, "lsh_eco", proj_drop=0.1)
+    assert torch.equal(model(x), expected)
+    assert len(model.patch_embed.proj._forward_hooks) == 1
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for size in ((16, 32), (32, 16), (24, 40)):
+        assert torch.equal(compiled(images(*size)), model(images(*size)))
 
 
 def test_a_pyramid_of_grids_is_not_taken_for_one_grid():
@@ -386,10 +404,12 @@ def test_what_a_mechanism_has_learned_survives_its_own_conversion(mechanism, set
     if hashers_of(model):
         ecoformer.fit_hashers(model, [x], options=FitOptions(steps=2, pairs=2), progress=False)
     before = model(x)
-    report = convert(model, mechanism, **settings)
-    assert torch.equal(model(x), before)
-    assert not any("not fitted" in note for note in report.notes)
-    assert all(layer.left_behind == () for layer in report.replaced)
+    for more in (settings, {"proj_drop": 0.1}, {"local": 3}):
+        report = convert(model, mechanism, **more)
+        assert torch.equal(model(x), before)
+        assert not any("not fitted" in note for note in report.notes)
+        assert all(layer.left_behind == () for layer in report.replaced)
+    assert torch.equal(copy.deepcopy(model)(x), before)
     if mechanism in ("lsh_eco", "performer"):
         convert(model, mechanism, **settings, seed=3)
         assert not torch.equal(model(x), before)

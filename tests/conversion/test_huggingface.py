@@ -206,33 +206,29 @@ def test_local_branch_of_text_and_of_images():
         model, r"^local=\(3, 3\) needs .*encoder.layer.0.attention.self.* use local=k", "eco", local=(3, 3)
     )
     for name in VISIONS:
-        if name == "Dinov2":  # takes images of any shape
-            refused(build(name), r"^local=\(3, 3\) needs .* use local=k", "eco", local=(3, 3))
-            continue
         original, x = build(name), images().float()
         plain, model = copy.deepcopy(original), copy.deepcopy(original)
         convert(plain, "lsh_eco", seed=0)
         convert(model, "lsh_eco", seed=0, local=(3, 3))
         assert torch.equal(model(x).last_hidden_state, plain(x).last_hidden_state)
         prefix = 2 if name == "DeiT" else 1
-        images_of = {m.image for m in model.modules() if isinstance(m, ecoformer.conversion.Adapter)}
-        assert images_of == {((4, 4), prefix)}
+        (image,) = {m.image for m in model.modules() if isinstance(m, ecoformer.conversion.Adapter)}
+        assert (image.grid, image.prefix) == ((4, 4), prefix)
         classifier = build(name, "ForImageClassification", num_labels=3)
         convert(classifier, "softmax", local=(3, 3))
         assert classifier(x).logits.shape == (2, 3)
 
 
-def test_an_image_of_another_shape_is_not_read_in_the_wrong_grid():
-    model, grids = build("Dinov2"), set()
-    try:
-        convert(model, "softmax", local=(3, 3))
-        for module in model.modules():
-            if isinstance(module, ecoformer.Attention):
-                module.local.register_forward_pre_hook(lambda branch, args: grids.add(args[3]))
-        model(torch.randn(2, 3, 16, 64))
-    except ValueError:
-        return
-    assert grids == {(2, 8)}
+@pytest.mark.parametrize("name", VISIONS)
+def test_images_of_another_shape_are_read_in_their_own_grid(name):
+    model, grids = build(name), []
+    convert(model, "softmax", local=(3, 3))
+    for module in model.modules():
+        if isinstance(module, ecoformer.Attention):
+            module.local.register_forward_pre_hook(lambda branch, args: grids.append(args[3]))
+    more = {} if name == "Dinov2" else {"interpolate_pos_encoding": True}
+    model(torch.randn(2, 3, 16, 64), **more)
+    assert set(grids) == {(2, 8)}
 
 
 def test_refusals():

@@ -323,6 +323,23 @@ def test_models_that_are_refused(make, message):
     refused(make(), message, "eco", layers=lambda name, layer: True)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("eva02_tiny_patch14_224", "rope"),
+        ("vit_small_patch16_rope_224", "rope"),
+        ("swinv2_tiny_window8_256", "relative position bias"),
+        ("swinv2_cr_tiny_224", "relative position bias"),
+        ("davit_tiny", "windows"),
+    ],
+)
+def test_classes_of_timm_without_a_rule(name, reason):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    with pytest.raises(ValueError, match=reason):
+        convert(model, "eco")
+
+
 def test_mistakes():
     model, x = vit(), torch.randn(2, 3, 16, 16)
     before = model(x)

@@ -63,6 +63,13 @@ class Attention(Described, SharesTokens, nn.Module):
     """Whether the number of tokens is an argument, `seq_len`, of the constructor."""
     own: ClassVar[tuple[str, ...]] = ("local",)
     """Names of what this mechanism has besides the projections."""
+    _settings: dict[str, Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Remember the settings, for a conversion that changes only some of them."""
+        new = super().__new__(cls)
+        new.__dict__["_settings"] = kwargs
+        return new
 
     def __init__(
         self,

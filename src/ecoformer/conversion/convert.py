@@ -14,7 +14,7 @@ from ecoformer.attention.registry import constructor_error
 from ecoformer.attention.weights import Projections, shared_parts
 from ecoformer.conversion.huggingface import record_in_config
 from ecoformer.conversion.layers import Found, Selection, choose, find_layers, mechanism_in
-from ecoformer.conversion.rules import Adapter, ImageGrid
+from ecoformer.conversion.rules import Adapter, ImageGrid, Rule
 from ecoformer.hashing.base import NOT_FITTED
 from ecoformer.hashing.fitting import move, run
 from ecoformer.running import eval_mode
@@ -81,8 +81,8 @@ def convert(
 
     Weights are carried over, from separate or fused q, k and v. A spatial reduction is left behind. Where the
     mechanism shares queries and keys, both get the queries' weights. A layer that has the mechanism already
-    keeps its hash functions if their shapes match. Device, dtype and mode are kept. Either every chosen layer
-    is converted or, with an error that says why, none.
+    keeps its settings, except those in `config`, and its hash functions if their shapes match. Device, dtype
+    and mode are kept. Either every chosen layer is converted or, with an error that says why, none.
 
     Parameters of converted layers are new: build the optimiser, and wrap the model for several processes,
     afterwards.
@@ -163,7 +163,8 @@ def _replace(
     model: nn.Module, cls: type[Attention], chosen: list[Found], settings: list[dict[str, Any]]
 ) -> tuple[list[ReplacedLayer], list[str]]:
     """Build all new layers before any is put in place, so that an error leaves the model as it was."""
-    new = [_new_layer(model, cls, f, s) for f, s in zip(chosen, settings, strict=True)]
+    images: dict[Rule, ImageGrid | None] = {}
+    new = [_new_layer(model, cls, f, s, images) for f, s in zip(chosen, settings, strict=True)]
     pairs = [(f, cast(Attention, mechanism_in(layer))) for f, layer in zip(chosen, new, strict=True)]
     replaced, notes = [], _notes(model, pairs)
     for f, attention in pairs:
@@ -172,6 +173,8 @@ def _replace(
         replaced.append(ReplacedLayer(f.name, f.kind, attention.dim, attention.num_heads, left_behind))
     for f, layer in zip(chosen, new, strict=True):
         _put(model, f.layer, layer)
+        if isinstance(layer, Adapter) and layer.image is not None:
+            layer.image.follow()
     layers = {f.name: s for f, s in zip(chosen, settings, strict=True)}
     record = {"mechanism": cls.name, "layers": layers}
     setattr(model, RECORD, [*getattr(model, RECORD, []), record])
@@ -182,17 +185,25 @@ def _settings(
     model: nn.Module, cls: type[Attention], chosen: list[Found], example: Any, config: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """The mechanism's arguments for each layer."""
-    settings = [dict(config) for _ in chosen]
+    settings = [_own_settings(f.inner, cls) | config for f in chosen]
     if config.get("seed") is not None:
         for index, layer in enumerate(settings):
             layer["seed"] = config["seed"] + index
-    if cls.sized_by_tokens and "seq_len" not in config:
+    if cls.sized_by_tokens and not all("seq_len" in layer for layer in settings):
         tokens = _count_tokens(model, [f.layer for f in chosen], _example(model, cls, example))
         for f, layer in zip(chosen, settings, strict=True):
             if f.layer not in tokens:
                 raise ValueError(f"example does not reach {f.name}: pass seq_len= instead")
             layer["seq_len"] = tokens[f.layer]
     return settings
+
+
+def _own_settings(layer: nn.Module, cls: type[Attention]) -> dict[str, Any]:
+    """The settings of a layer that has the mechanism already, except for those that its weights show."""
+    if not isinstance(layer, Attention) or type(layer) is not cls:
+        return {}
+    shown = {"qkv_bias", "out_proj", "attn_drop", "proj_drop", "local", "seed"}
+    return {key: value for key, value in layer._settings.items() if key not in shown}
 
 
 def _example(model: nn.Module, cls: type[Attention], example: Any) -> Any:
@@ -237,10 +248,16 @@ def _count_tokens(model: nn.Module, layers: list[nn.Module], example: Any) -> di
     return tokens
 
 
-def _new_layer(model: nn.Module, cls: type[Attention], found: Found, settings: dict[str, Any]) -> nn.Module:
+def _new_layer(
+    model: nn.Module,
+    cls: type[Attention],
+    found: Found,
+    settings: dict[str, Any],
+    images: dict[Rule, ImageGrid | None],
+) -> nn.Module:
     """The mechanism, in an adapter where the model calls its attention in another way."""
     old, rule = found.layer, found.rule
-    image = _image(model, found, settings.get("local", 0))
+    image = _image(model, found, settings.get("local", 0), images)
     try:
         if isinstance(found.inner, Attention):
             attention = cls.from_softmax(found.inner, **settings)
@@ -258,16 +275,18 @@ def _new_layer(model: nn.Module, cls: type[Attention], found: Found, settings: d
     return Adapter(attention, rule, image, bound, guard).train(old.training)
 
 
-def _image(model: nn.Module, found: Found, local: int | tuple[int, int]) -> ImageGrid | None:
-    """The image grid that a layer needs for a two-dimensional local branch."""
+def _image(
+    model: nn.Module, found: Found, local: int | tuple[int, int], images: dict[Rule, ImageGrid | None]
+) -> ImageGrid | None:
+    """How tokens lie in an image, for a two-dimensional local branch; layers share what is in `images`."""
     known = found.layer.image if isinstance(found.layer, Adapter) else None
     if isinstance(local, int) or found.rule is None or found.rule.passes_grid or known is not None:
         return known
-    image = found.rule.image(model) if found.rule.image is not None else None
+    image = images.setdefault(found.rule, found.rule.image(model) if found.rule.image is not None else None)
     if image is None:
         raise ValueError(
-            f"local={local} needs the image's height and width, which {type(model).__name__} neither fixes "
-            f"nor passes to {found.name}: use local=k over the sequence"
+            f"local={local} needs the image's height and width, which are not known in "
+            f"{type(model).__name__}, {found.name}: use local=k over the sequence"
         )
     return image
 

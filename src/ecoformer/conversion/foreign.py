@@ -199,19 +199,16 @@ def _refuse_transformers(layer: Any) -> str | None:
 def _timm_image(model: Any) -> ImageGrid | None:
     """Only ViT is known to keep one grid in all layers."""
     is_vit = any(cls.__name__ == "VisionTransformer" for cls in type(model).__mro__)
-    grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
-    if not is_vit or grid is None or getattr(model, "dynamic_img_size", False):
+    patches = getattr(getattr(model, "patch_embed", None), "proj", None)
+    if not is_vit or not isinstance(patches, nn.Conv2d):
         return None
-    return ImageGrid((int(grid[0]), int(grid[1])), int(getattr(model, "num_prefix_tokens", 0)))
+    return ImageGrid(model.num_prefix_tokens, patches=patches)
 
 
-def _transformers_image(model: Any) -> ImageGrid | None:
-    config = getattr(model, "config", None)
-    size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
-    if not isinstance(size, int) or not isinstance(patch, int):
-        return None
-    prefix = 2 if "deit" in str(getattr(config, "model_type", "")) else 1
-    return ImageGrid((size // patch, size // patch), prefix)
+def _transformers_image(model: nn.Module) -> ImageGrid | None:
+    prefix = 2 if "deit" in str(getattr(getattr(model, "config", None), "model_type", "")) else 1
+    named = (m for name, m in model.named_modules() if name.endswith("patch_embeddings.projection"))
+    return next((ImageGrid(prefix, patches=m) for m in named if isinstance(m, nn.Conv2d)), None)
 
 
 _with_size = partial(register_conversion, call=call_with_size, passes_grid=True)
@@ -239,15 +236,13 @@ _TRANSFORMERS = {
     "vit.modeling_vit": "ViTAttention",
     "vit_msn.modeling_vit_msn": "ViTMSNAttention",
 }
-_ONE_GRID = ("DeiTAttention", "ViTAttention", "ViTMSNAttention")
-"""Dinov2 takes images of any shape, so its config does not determine the grid."""
 for _module, _class in _TRANSFORMERS.items():
     register_conversion(
         f"transformers.models.{_module}.{_class}",
         projections=_separate,
         call=call_transformers,
         refuse=_refuse_transformers,
-        image=_transformers_image if _class in _ONE_GRID else None,
+        image=_transformers_image,
         guard=lambda layer: str(_names_in(layer)[0][0]),
     )
 register_conversion(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,7 +17,10 @@ from ecoformer.conversion.rules import Adapter, Rule, rule_for
 Selection = str | Iterable[str] | Callable[[str, nn.Module], bool] | None
 
 _ATTENTION_NAME = re.compile(r"(Attention|Attn)")
-_POSITION_BIAS = re.compile(r"relative_position|rel_pos|relative_attention|attention_biases|bias_table|rpb")
+_POSITION_BIAS = re.compile(
+    r"relative_(position|coord|attention)|rel_pos|position_bias|attention_biases|bias_table|rpb"
+)
+_ROTARY = re.compile(r"rope|rotary|freqs_cis|position_embeddings")
 
 
 def mechanism_in(layer: nn.Module) -> nn.Module:
@@ -159,6 +163,11 @@ def _why_unknown(layer: nn.Module) -> str:
     biases = [name for name in names if _POSITION_BIAS.search(name)]
     if biases:
         return f"it adds a relative position bias ({biases[0]}) to scores, which codes do not have"
+    rotary = [name for name in inspect.signature(layer.forward).parameters if _ROTARY.search(name)]
+    if rotary:
+        return f"it takes rotary position embeddings ({rotary[0]}), which the mechanisms here do not"
+    if "Window" in type(layer).__name__:
+        return "it attends within windows, which its model cuts out and joins again"
     return "its class has no rule: see ecoformer.register_conversion"
 
 

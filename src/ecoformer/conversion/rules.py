@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,29 @@ from ecoformer.attention.weights import Projections
 AnyCall = Callable[..., Any]
 
 
-class ImageGrid(NamedTuple):
-    """How tokens lie in an image: `prefix` tokens, then the grid row by row."""
+@dataclass(eq=False)
+class ImageGrid:
+    """How tokens lie in an image: `prefix` tokens, then the grid row by row.
 
-    grid: tuple[int, int]
+    Attributes:
+        prefix: how many tokens stand before the image, such as class token and registers.
+        grid: (height, width). May be omitted if `patches` is known.
+        patches: the convolution that cuts images into patches. The grid is that of its last output, so images
+            may have any size.
+    """
+
     prefix: int
+    grid: tuple[int, int] | None = None
+    patches: nn.Module | None = None
+
+    def follow(self) -> None:
+        """From now on, the grid is that of the last image."""
+        if self.patches is not None and self not in self.patches._forward_hooks.values():
+            self.patches.register_forward_hook(self)
+
+    def __call__(self, patches: nn.Module, args: Any, out: Tensor) -> None:
+        """The forward hook of `patches`."""
+        self.grid = (out.shape[-2], out.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -35,7 +53,7 @@ class Rule:
             that `projections` does not read is refused, so that nothing is lost silently.
         refuse: returns why a layer of this class cannot be converted, or None.
         passes_grid: whether `call` passes `grid` to the mechanism, so that `local=(3, 3)` is possible.
-        image: reads the grid from the model, if it is fixed and layers do not get it.
+        image: says how the model's tokens lie in an image, where `call` is not given the grid.
         bind: reads from the layer what `call` needs, as keyword arguments: plain values only.
         guard: names a linear layer in it, for libraries that load weights without `strict`; see `Replaced`.
     """
