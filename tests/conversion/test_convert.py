@@ -14,6 +14,7 @@ import ecoformer
 from ecoformer import FitOptions, convert, hashers_of, list_attentions
 
 timm = pytest.importorskip("timm")
+from timm.layers import create_feature_extractor  # noqa: E402
 from timm.models.deit import VisionTransformerDistilled  # noqa: E402
 from timm.models.pvt_v2 import PyramidVisionTransformerV2  # noqa: E402
 from timm.models.twins import Twins  # noqa: E402
@@ -326,6 +327,13 @@ def test_a_local_branch_takes_images_of_any_size(registers):
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     for size in ((16, 32), (32, 16), (24, 40)):
         assert torch.equal(compiled(images(*size)), model(images(*size)))
+
+
+def test_torch_fx_takes_a_layer_as_one_node():
+    model = vit()
+    convert(model, "lsh_eco", local=(3, 3))
+    traced = create_feature_extractor(model, ["blocks.1.attn", "head"])
+    assert torch.equal(traced(images(16, 32))["head"], model(images(16, 32)))
 
 
 def test_a_pyramid_of_grids_is_not_taken_for_one_grid():

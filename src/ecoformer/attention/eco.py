@@ -54,8 +54,8 @@ class LearnedAffinity(nn.Module):
 class KeyWeights(nn.Module):
     """How much each key counts, a power of two for every head: a shift in hardware.
 
-    Four times a linear map of the token gives the exponent, kept between -12 and 12 by a tanh, and rounded. It
-    starts at 0: all keys count 1. Rounding is straight-through: the gradient ignores it.
+    Four times a linear map of the token gives the exponent, kept between -12 and 12 by a tanh, and rounded.
+    It starts at 0: all keys count 1. Rounding is straight-through: the gradient ignores it.
     """
 
     def __init__(self, dim: int, num_heads: int, bias: bool) -> None:

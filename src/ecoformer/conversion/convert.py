@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -175,6 +176,9 @@ def _replace(
         _put(model, f.layer, layer)
         if isinstance(layer, Adapter) and layer.image is not None:
             layer.image.follow()
+    if (timm := sys.modules.get("timm.models")) is not None:
+        # timm's torch.fx tracing takes a layer as one node: mechanisms check shapes, which it does not know.
+        timm.register_notrace_module(Adapter)
     layers = {f.name: s for f, s in zip(chosen, settings, strict=True)}
     record = {"mechanism": cls.name, "layers": layers}
     setattr(model, RECORD, [*getattr(model, RECORD, []), record])

@@ -219,9 +219,9 @@ class Hasher(Described, nn.Module):
         self._look_again()
 
     def _look_again(self) -> None:
-        """The hash functions were replaced: the next call reads `fitted`."""
-        self._may_be_random = self.learns
-        if self.learns:
+        """The hash functions were replaced: read `fitted` now, or in the next call if it has no value yet."""
+        self._may_be_random = not self.is_fitted
+        if self._may_be_random:
             _unwarned.add(NOT_FITTED)
 
     def _check(self, tokens: Tensor, key_padding_mask: Tensor | None) -> None:

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any, cast
 
 import torch
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, register_notrace_module
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from ecoformer.attention.weights import Projections, carry_over
@@ -16,9 +16,6 @@ from ecoformer.checkpoints.hub import HubMixin
 from ecoformer.conversion import Adapter, convert
 from ecoformer.conversion.convert import RECORD
 from ecoformer.conversion.layers import Selection
-
-# torch.fx takes a layer as one node: mechanisms check shapes, which are not known while it traces.
-register_notrace_module(Adapter)
 
 
 class WithMechanism(HubMixin):
