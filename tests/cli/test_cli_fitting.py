@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+import shutil
 
 import pytest
 import torch
@@ -49,6 +50,19 @@ class TestFitting:
         transform = timm.data.create_transform(**config)
         images = [PIL_Image.open(f"photos/{name}") for name in ("a.png", "b.PNG", "more/c.jpg")]
         ecoformer.fit_hashers(expected, [torch.stack([transform(i) for i in images])], progress=False)
+        assert same_state(done.model, expected)
+
+    def test_on_images_of_a_transformers_model(self, convert, things, tmp_path):
+        shutil.copytree(things / "vit", tmp_path / "seeing")
+        size = {"height": 32, "width": 32}
+        transformers.ViTImageProcessor(size=size).save_pretrained(tmp_path / "seeing")
+        done = convert("seeing", "--fit", "photos", *QUICK)
+        assert len(done.facts["fitted"]) == 2
+        expected = transformers.ViTModel.from_pretrained("seeing").eval()
+        ecoformer.convert(expected, "eco", bits=2, support=3)
+        images = [PIL_Image.open(f"photos/{name}") for name in ("a.png", "b.PNG", "more/c.jpg")]
+        batch = transformers.ViTImageProcessor(size=size)(images, return_tensors="pt")["pixel_values"]
+        ecoformer.fit_hashers(expected, [batch], progress=False)
         assert same_state(done.model, expected)
 
     def test_of_what_was_fitted_before(self, convert):

@@ -54,8 +54,13 @@ def test_a_converted_model_comes_back(saved, read, tmp_path):
     assert torch.equal(model(IDS).logits, logits)
     model.save_pretrained(tmp_path)
     assert torch.equal(auto(tmp_path)(IDS).logits, logits)
+    texts = [(path / "config.json").read_text() for path in (folder, tmp_path)]
+    assert json.loads(texts[0])["quantization_config"] == json.loads(texts[1])["quantization_config"]
     file = ecoformer.save(model, tmp_path / "model.eco.safetensors")
-    assert torch.equal(ecoformer.load(file)(IDS).logits, logits)
+    again = ecoformer.load(file)
+    assert torch.equal(again(IDS).logits, logits)
+    again.save_pretrained(tmp_path)
+    assert torch.equal(auto(tmp_path)(IDS).logits, logits)
     model.half().float().train()(IDS, labels=IDS[:, 0] % 2).loss.backward()
 
 

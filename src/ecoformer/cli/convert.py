@@ -12,7 +12,7 @@ import typer
 from ecoformer.arguments import one_line
 from ecoformer.checkpoints import save
 from ecoformer.cli import common
-from ecoformer.cli.sources import Source, open_model
+from ecoformer.cli.sources import Source, longest_text, open_model
 from ecoformer.conversion import convert as convert_model
 from ecoformer.data.files import IMAGE_ENDINGS, find_files, read_image
 from ecoformer.hashing import fit_hashers, hashers_of
@@ -112,24 +112,26 @@ def _sample_batch(source: Source, path: Path, samples: int) -> tuple[Any, int]:
     texts = [line for line in lines if line.strip()][:samples]
     if not texts:
         raise ValueError(f"--fit {path} is empty")
-    most = getattr(getattr(source.model, "config", None), "max_position_embeddings", 512)
-    batch = source.tokenizer(
-        texts, padding=True, truncation=True, max_length=min(512, most), return_tensors="pt"
-    )
+    most = min(512, longest_text(source.model))
+    batch = source.tokenizer(texts, padding=True, truncation=True, max_length=most, return_tensors="pt")
     return dict(batch), len(texts)
 
 
 def _images(source: Source, folder: Path, samples: int) -> Any:
-    from timm import data
-
     files = find_files(folder, IMAGE_ENDINGS, deep=True)[:samples]
     if not files:
         raise ValueError(f"--fit {folder} has no images ({', '.join(IMAGE_ENDINGS)})")
-    if not hasattr(source.model, "pretrained_cfg"):
-        raise ValueError(f"--fit {folder}: {source.what} does not define its image preprocessing")
-    timm_data: Any = data
-    settings = timm_data.resolve_model_data_config(source.model)
-    transform = timm_data.create_transform(**settings, is_training=False)
+    transform: Any = source.images
+    if hasattr(source.model, "pretrained_cfg"):
+        from timm import data
+
+        timm_data: Any = data
+        settings = timm_data.resolve_model_data_config(source.model)
+        transform = timm_data.create_transform(**settings, is_training=False)
+    if transform is None:
+        raise ValueError(
+            f"--fit {folder}: {source.what} does not say how it prepares images (preprocessor_config.json)"
+        )
     images = []
     for file in files:
         try:

@@ -16,17 +16,20 @@ from ecoformer.arguments import one_line
 from ecoformer.checkpoints import CheckpointError, folders, load, load_official
 from ecoformer.third_party import check_timm_name, import_timm
 
-_CONFIGS = ("config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "*.model")
+_TOKENIZER = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
+_IMAGES = "preprocessor_config.json"
+_CONFIGS = ("config.json", _IMAGES, *_TOKENIZER, "vocab*", "merges.txt", "special_tokens_map.json", "*.model")
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model and, for text, its tokeniser."""
+    """A model, and what prepares its texts or images: a tokeniser, or a function of a PIL image."""
 
     model: nn.Module
     what: str
     tokenizer: Callable[..., Any] | None = None
+    images: Callable[[Any], Tensor] | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -173,14 +176,20 @@ def _from_folder(path: Path, name: str, sizes: dict[str, int | None] | None = No
     else:
         model = folders.build_transformers(path, name, **sizes)
         notes = (f"the weights of {name} are random: --pretrained loads the trained ones",)
-    files = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
-    tokenizer = None
-    if any((path / file).is_file() for file in files):
-        from transformers import AutoTokenizer
+    import transformers
 
-        with _file_errors(f"the tokeniser of {name} cannot be loaded by transformers"):
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    return Source(model, f"transformers model {name}", tokenizer, notes)
+    def prepared(kind: str, *files: str) -> Any:
+        if not any((path / file).is_file() for file in files):
+            return None
+        with _file_errors(f"the {kind} of {name} cannot be loaded by transformers"):
+            cls = getattr(transformers, f"Auto{kind}")
+            return cls.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+    tokenizer, processor = prepared("Tokenizer", *_TOKENIZER), prepared("ImageProcessor", _IMAGES)
+    images = None
+    if processor is not None:
+        images = lambda image: processor(image, return_tensors="pt")["pixel_values"][0]  # noqa: E731
+    return Source(model, f"transformers model {name}", tokenizer, images, notes)
 
 
 def _timm(name: str, image_size: int | None = None, **arguments: Any) -> nn.Module:
@@ -206,11 +215,11 @@ def inputs_of(
     if getattr(model, "main_input_name", "") == "input_ids" or type(model).__module__.endswith("models.text"):
         if resolution is not None:
             raise ValueError(f"--resolution is for images, but {kind} takes texts: pass --tokens")
-        longest, vocabulary = _sizes_of_texts(model)
+        longest = longest_text(model)
         length = tokens or longest
         if length > longest:
             raise ValueError(f"--tokens {length}: texts of this {kind} have {longest} tokens at most")
-        ids = (2, max(3, min(vocabulary, 257)))
+        ids = (2, min(257, config.get_text_config().vocab_size if config else 257))
         return {"tokens": length}, lambda n: torch.randint(*ids, (n, length), generator=_generator(n))
     if tokens is not None:
         raise ValueError(f"--tokens is for texts, but {kind} takes images: pass --resolution")
@@ -228,17 +237,15 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _sizes_of_texts(model: Any) -> tuple[int, int]:
-    """How many tokens a text may have, and how many ids there are."""
+def longest_text(model: Any) -> int:
+    """How many tokens a text may have; 512 where there is no limit."""
     if not hasattr(model, "config"):  # ours
-        return getattr(model, "length", 512), 257
-    longest = getattr(model.config, "max_position_embeddings", 512)
+        return int(getattr(model, "length", 512))
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
             # RoBERTa counts positions from the id of padding on.
-            first = 0 if module.padding_idx is None else module.padding_idx + 1
-            longest = module.num_embeddings - first
-    return longest, model.config.get_text_config().vocab_size
+            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+    return int(getattr(model.config, "max_position_embeddings", 512))
 
 
 @contextlib.contextmanager

@@ -18,6 +18,10 @@ from torch import nn
 from ecoformer.conversion.rules import Replaced
 
 METHOD = "ecoformer"
+LOAD_WITH = (
+    "ecoformer.load(folder); or ecoformer.conversion.register_with_transformers(), then from_pretrained"
+)
+"""For those who look into config.json after transformers has refused the weights."""
 
 
 def record_in_config(model: nn.Module, record: dict[str, Any]) -> list[str]:
@@ -36,7 +40,8 @@ def record_in_config(model: nn.Module, record: dict[str, Any]) -> list[str]:
             )
             continue
         records = [*before.get("conversions", []), {"mechanism": record["mechanism"], "layers": layers}]
-        part.config.quantization_config = {"quant_method": METHOD, "conversions": records}
+        described = {"quant_method": METHOD, "load_with": LOAD_WITH, "conversions": records}
+        part.config.quantization_config = described
         try:
             register_with_transformers()
         except (ImportError, AttributeError) as error:  # a version without this extension point
@@ -74,7 +79,7 @@ def register_with_transformers() -> None:
 
         def __init__(self, conversions: list[dict[str, Any]], **kwargs: Any) -> None:
             self.quant_method: Any = METHOD
-            self.conversions = conversions
+            self.load_with, self.conversions = LOAD_WITH, conversions
 
     class ConversionLoader(HfQuantizer):
         """Converts a model before transformers loads its weights."""
