@@ -236,6 +236,15 @@ class TestHuggingFace:
         assert (done.status, done.err.count("\n")) == (1, 1)
         assert "config.json" in done.err
 
+    def test_other_models(self, cli, tmp_path):
+        sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 9, "n_positions": 32}
+        config = transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1)
+        transformers.GPT2Model(config).save_pretrained(tmp_path / "gpt")
+        assert cli("cost", "gpt").status == 0
+        assert "no layer of gpt" in cli("simulate", "model", "gpt").err
+        (tmp_path / "gpt" / "tokenizer.json").write_text("{")  # which only --fit reads
+        assert "GPT2Attention" in cli("info", "gpt").out
+
     def test_a_converted_model_stays_converted(self, cli, tmp_path):
         model = transformers.BertModel(transformers.BertConfig(**TEXT))
         ecoformer.convert(model, "lsh_eco", seed=0)

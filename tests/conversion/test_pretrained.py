@@ -213,6 +213,9 @@ def test_every_family_comes_back(name, tmp_path):
     model.save_pretrained(tmp_path)
     again = ecoformer.load(tmp_path)
     assert torch.equal(again(x).last_hidden_state, model(x).last_hidden_state)
+    model.gradient_checkpointing_enable()
+    model.name_or_path = "elsewhere"
+    assert ecoformer.save(model, tmp_path / "file.safetensors").exists()  # whatever the runtime flags
     # The Trainer does not rename them back.
     weights = load_file(tmp_path / "model.safetensors")
     if weights.keys() == model.state_dict().keys():

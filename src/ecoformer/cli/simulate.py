@@ -86,6 +86,8 @@ def model(
             name, mechanism, batch=batch, resolution=resolution, tokens=tokens
         )
         results[mechanism] = simulate_model(built, example, bits=_bits(bits), code_bits=code_bits)
+        if not results[mechanism].total.cycles:
+            raise ValueError(f"BitFusion simulates no layer of {name}: it has no linear layer or convolution")
     facts = {mechanism: result.to_dict() for mechanism, result in results.items()}
     if as_json:
         common.print_json(facts)

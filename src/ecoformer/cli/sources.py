@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from ecoformer.arguments import one_line
 from ecoformer.checkpoints import CheckpointError, folders, load, load_official
-from ecoformer.third_party import check_timm_name, import_timm
+from ecoformer.third_party import check_timm_name, import_library, import_timm
 
 _TOKENIZER = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
 _IMAGES = "preprocessor_config.json"
@@ -24,13 +25,31 @@ _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 
 @dataclass(frozen=True)
 class Source:
-    """A model, and what prepares its texts or images: a tokeniser, or a function of a PIL image."""
+    """A model, what it is, and the folder of transformers that it is from."""
 
     model: nn.Module
     what: str
-    tokenizer: Callable[..., Any] | None = None
-    images: Callable[[Any], Tensor] | None = None
     notes: tuple[str, ...] = ()
+    folder: Path | None = None
+
+    @cached_property
+    def tokenizer(self) -> Callable[..., Any] | None:
+        """The tokeniser in the folder, if there is one."""
+        loaded: Callable[..., Any] | None = self._prepare("Tokenizer", *_TOKENIZER)
+        return loaded
+
+    @cached_property
+    def images(self) -> Callable[[Any], Tensor] | None:
+        """How the model in the folder wants a PIL image to be prepared, if it says so."""
+        processor = self._prepare("ImageProcessor", _IMAGES)
+        return processor and (lambda image: processor(image, return_tensors="pt")["pixel_values"][0])
+
+    def _prepare(self, kind: str, *files: str) -> Any:
+        if self.folder is None or not any((self.folder / file).is_file() for file in files):
+            return None
+        with _file_errors(f"the {kind} of {self.what} cannot be loaded by transformers"):
+            cls = getattr(import_library("transformers"), f"Auto{kind}")
+            return cls.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
 
 
 def open_model(
@@ -176,20 +195,7 @@ def _from_folder(path: Path, name: str, sizes: dict[str, int | None] | None = No
     else:
         model = folders.build_transformers(path, name, **sizes)
         notes = (f"the weights of {name} are random: --pretrained loads the trained ones",)
-    import transformers
-
-    def prepared(kind: str, *files: str) -> Any:
-        if not any((path / file).is_file() for file in files):
-            return None
-        with _file_errors(f"the {kind} of {name} cannot be loaded by transformers"):
-            cls = getattr(transformers, f"Auto{kind}")
-            return cls.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-
-    tokenizer, processor = prepared("Tokenizer", *_TOKENIZER), prepared("ImageProcessor", _IMAGES)
-    images = None
-    if processor is not None:
-        images = lambda image: processor(image, return_tensors="pt")["pixel_values"][0]  # noqa: E731
-    return Source(model, f"transformers model {name}", tokenizer, images, notes)
+    return Source(model, f"transformers model {name}", notes, path)
 
 
 def _timm(name: str, image_size: int | None = None, **arguments: Any) -> nn.Module:
@@ -212,7 +218,9 @@ def inputs_of(
     By default images have the model's own size, and texts are as long as the model takes.
     """
     kind, config = type(model).__name__, getattr(model, "config", None)
-    if getattr(model, "main_input_name", "") == "input_ids" or type(model).__module__.endswith("models.text"):
+    ours = type(model).__module__ == "ecoformer.models.text"
+    takes = "input_ids" if ours else getattr(model, "main_input_name", "pixel_values")
+    if takes == "input_ids":
         if resolution is not None:
             raise ValueError(f"--resolution is for images, but {kind} takes texts: pass --tokens")
         longest = longest_text(model)
@@ -221,6 +229,8 @@ def inputs_of(
             raise ValueError(f"--tokens {length}: texts of this {kind} have {longest} tokens at most")
         ids = (2, min(257, config.get_text_config().vocab_size if config else 257))
         return {"tokens": length}, lambda n: torch.randint(*ids, (n, length), generator=_generator(n))
+    if takes != "pixel_values":
+        raise ValueError(f"{kind} takes {takes}: a command can make texts (input_ids) and images only")
     if tokens is not None:
         raise ValueError(f"--tokens is for texts, but {kind} takes images: pass --resolution")
     settings = getattr(model, "pretrained_cfg", None) or {}
