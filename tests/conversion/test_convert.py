@@ -14,7 +14,7 @@ import ecoformer
 from ecoformer import FitOptions, convert, hashers_of, list_attentions
 
 timm = pytest.importorskip("timm")
-from timm.layers import create_feature_extractor  # noqa: E402
+from timm.models import create_feature_extractor  # noqa: E402
 from timm.models.deit import VisionTransformerDistilled  # noqa: E402
 from timm.models.pvt_v2 import PyramidVisionTransformerV2  # noqa: E402
 from timm.models.twins import Twins  # noqa: E402

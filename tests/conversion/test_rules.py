@@ -355,6 +355,6 @@ def test_mistakes():
     refused(model, "^eco: .*dim", "eco", dim=8, error=TypeError)
     refused(model, "bits", "eco", bits=0)
     refused(model, "^local must be an odd k", "eco", local=2)
-    refused(model, "linformer is sized by .*seq_len=, or example=", "linformer")
+    refused(model, "linformer is sized by .*seq_len=.* or example=", "linformer")
     assert torch.equal(model(x), before)
     assert len(convert(model, "softmax").replaced) == 2

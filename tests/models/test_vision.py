@@ -11,8 +11,7 @@ import ecoformer
 
 timm = pytest.importorskip("timm")
 from timm.data import resolve_model_data_config  # noqa: E402
-from timm.layers import create_feature_extractor, get_graph_node_names  # noqa: E402
-from timm.models import group_parameters  # noqa: E402
+from timm.models import create_feature_extractor, get_graph_node_names, group_parameters  # noqa: E402
 from timm.optim import param_groups_layer_decay  # noqa: E402
 
 from ecoformer.models.pvt_v2 import EcoPyramidVisionTransformerV2  # noqa: E402

@@ -193,7 +193,8 @@ def _settings(
     if config.get("seed") is not None:
         for index, layer in enumerate(settings):
             layer["seed"] = config["seed"] + index
-    if cls.sized_by_tokens and not all("seq_len" in layer for layer in settings):
+    known = "seq_len" in config or (example is None and all("seq_len" in layer for layer in settings))
+    if cls.sized_by_tokens and not known:
         tokens = _count_tokens(model, [f.layer for f in chosen], _example(model, cls, example))
         for f, layer in zip(chosen, settings, strict=True):
             if f.layer not in tokens:

@@ -207,8 +207,8 @@ def _timm_image(model: Any) -> ImageGrid | None:
 
 def _transformers_image(model: nn.Module) -> ImageGrid | None:
     prefix = 2 if "deit" in str(getattr(getattr(model, "config", None), "model_type", "")) else 1
-    named = (m for name, m in model.named_modules() if name.endswith("patch_embeddings.projection"))
-    return next((ImageGrid(prefix, patches=m) for m in named if isinstance(m, nn.Conv2d)), None)
+    named = [m for name, m in model.named_modules() if name.endswith("patch_embeddings.projection")]
+    return ImageGrid(prefix, patches=named[0]) if len(named) == 1 else None
 
 
 _with_size = partial(register_conversion, call=call_with_size, passes_grid=True)
