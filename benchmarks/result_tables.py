@@ -1,7 +1,7 @@
 """Fill the tables of README.md and of pages under docs/ from the files under results/.
 
-A table stands between the lines `<!-- table: NAME -->` and `<!-- end of table -->`; NAME is a function here
-or in cost_tables.py.
+A table stands between the lines `<!-- table: NAME -->` and `<!-- end of table -->`; NAME is a function here,
+in cost_tables.py or in gpu_tables.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import cost_tables
+import gpu_tables
 import torch
-from cost_tables import MAKERS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ("results", "choosing", "cost", "bitfusion", "kernels", "kernels_gpu")
@@ -316,7 +317,8 @@ TABLES: dict[str, Callable[[], Table]] = {
         gpu_models,
         sharp_recall,
         sharp_listops,
-        *MAKERS,
+        *cost_tables.MAKERS,
+        *gpu_tables.MAKERS,
     )
 }
 
