@@ -34,9 +34,9 @@ def packed_width(name: str, packed: Tensor, bits: int | None) -> int:
         bits = _WIDTH_OF.get(packed.dtype)
         if bits is None:
             raise ValueError(f"{name} {shape(packed)} of {packed.dtype} does not say b: pass bits=b")
-    room = 8 * packed.element_size()
-    if not 1 <= bits <= room:
-        raise ValueError(f"bits={bits} is out of range for {name} of {packed.dtype}: 1 to {room}")
+    widest = 8 * packed.element_size()
+    if not 1 <= bits <= widest:
+        raise ValueError(f"bits={bits} is out of range for {name} of {packed.dtype}: 1 to {widest}")
     return bits
 
 

@@ -23,7 +23,7 @@ from ecoformer.arguments import (
     shape,
 )
 from ecoformer.backends import eager, fused
-from ecoformer.backends.choice import asked_for, pick, tell_if_asked
+from ecoformer.backends.choice import pick, requested, warn_if_requested
 from ecoformer.backends.hashing import Functions, Signs, check_functions, sign_ste, transforming
 
 __all__ = ["causal_product", "eco_attention", "hash_attention", "pack_codes", "sign_ste", "unpack_codes"]
@@ -82,7 +82,7 @@ def eco_attention(
     Returns:
         (B, H, N_q, C) in v's dtype.
     """
-    wanted = asked_for(backend)
+    wanted = requested(backend)
     key_hasher = None if key_hasher is hasher else key_hasher
     if is_causal and not (hasher.token_wise and (key_hasher is None or key_hasher.token_wise)):
         raise ValueError(
@@ -133,7 +133,7 @@ def _fused(given: tuple[Any, ...], affinity: Affinity, is_causal: bool, wanted: 
     q, k, v, mask, key_weight, functions, key_functions = given
     if not _regular(given, is_causal):
         if torch.float64 in (q.dtype, v.dtype):
-            tell_if_asked(wanted, "it takes fp32, bf16 and fp16")
+            warn_if_requested(wanted, "it takes fp32, bf16 and fp16")
         return None
     bits, heads = check_functions("hasher", functions, q)[2], v.shape[1]
     constant = affinity.constant(bits)

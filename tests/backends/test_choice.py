@@ -229,10 +229,10 @@ def test_available_says_what_is_preferred(monkeypatch):
     assert available("cpu") == ["cpu", "eager"]
     assert available(torch.device("meta")) == ["eager"]
     monkeypatch.setattr(cpu, "_installed", lambda: False)
-    choice._cannot_on.cache_clear()
+    choice.why_not_on.cache_clear()
     assert available("cpu") == ["eager"]
-    assert "pip install 'ecoformer[cpu]'" in choice.cannot_on("cpu", "cpu")
-    choice._cannot_on.cache_clear()
+    assert "pip install 'ecoformer[cpu]'" in choice.why_not_on("cpu", "cpu")
+    choice.why_not_on.cache_clear()
 
 
 def test_the_variable_decides(backend_variable, hasher, tokens, ran):
@@ -266,7 +266,7 @@ def test_a_block_or_an_argument_chooses_the_backend(hasher, tokens, ran):
     assert ran == ["cpu"] * 4
     with pytest.raises(RuntimeError, match="inside"), use_backend("eager"):
         raise RuntimeError("inside")
-    assert choice.asked_for() is None
+    assert choice.requested() is None
     for call in (
         lambda: eco_attention(tokens, tokens, hasher, backend="cuda"),
         use_backend("cuda").__enter__,
@@ -292,7 +292,7 @@ def test_compiled_code_follows_the_choice(hasher, tokens, ran):
     compiled(tokens, tokens, hasher, backend="eager")
     torch.compile(nested, fullgraph=True, backend="aot_eager")(tokens)
     assert ran == []
-    assert choice.asked_for() is None
+    assert choice.requested() is None
 
 
 def test_a_backend_asked_for_in_vain_warns_once(monkeypatch, hasher, tokens, ran, fresh_warnings):

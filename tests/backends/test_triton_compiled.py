@@ -83,11 +83,11 @@ def launches(case):
     key_weight = tokens(1)[..., 0] if case.groups else None
     call = FusedCall(q, k, v, mask, key_weight, functions, None, *levels, 32.0, case.causal)
     out = empty_out(q, v)
-    ahead = launch._Forward(call, [*launch.tensors_of(call), out], True)
+    forward_plan = launch._Forward(call, [*launch.tensors_of(call), out], True)
     saved = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in launch._saved_shapes(call)]
     needs = tuple(x is not None for x in call.differentiable())
     back = launch_backward._Backward(call, [*launch.tensors_of(call), out, *saved], needs)
-    return [*ahead._launches, *back._launches]
+    return [*forward_plan._launches, *back._launches]
 
 
 def compiled(launched):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ecoformer.attention import EcoAttention, PerformerAttention, SoftmaxAttention
-from ecoformer.backends.choice import asked_for, available, use_backend
+from ecoformer.backends.choice import available, requested, use_backend
 from ecoformer.benchmarking import attention, contestants, measuring
 from ecoformer.benchmarking.attention import (
     MECHANISMS,
@@ -146,7 +146,7 @@ def test_each_backend_is_a_row_and_is_chosen_outside_the_timed_call(monkeypatch)
     right = EcoAttention.attend
 
     def listening(self, *args):
-        events.append(asked_for())
+        events.append(requested())
         with use_backend("eager"):
             return right(self, *args)
 
@@ -160,7 +160,7 @@ def test_each_backend_is_a_row_and_is_chosen_outside_the_timed_call(monkeypatch)
     assert [row.backend for row in run.rows] == ["sdpa", "cpu", "triton", "eager", "eager"]
     timed = [events[i + 1 : events.index("end", i)] for i, event in enumerate(events) if event == "start"]
     assert timed[:5] == [[], ["cpu"], ["triton"], ["eager"], []]
-    assert asked_for() is None
+    assert requested() is None
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ecoformer.attention import EcoAttention
-from ecoformer.backends.choice import asked_for, use_backend
+from ecoformer.backends.choice import requested, use_backend
 from ecoformer.benchmarking import contestants, models
 from ecoformer.benchmarking.contestants import ExplicitAttention, check_training
 from ecoformer.benchmarking.measuring import Bench
@@ -64,7 +64,7 @@ def test_a_wrong_backend_gets_no_time(model, monkeypatch, train):
     right = EcoAttention.attend
 
     def wrong(self, q, k, v, *rest):
-        off = 0.1 * v if asked_for() == "cpu" else 0
+        off = 0.1 * v if requested() == "cpu" else 0
         with use_backend("eager"):
             return right(self, q, k, v, *rest) + off
 

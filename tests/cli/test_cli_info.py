@@ -79,7 +79,7 @@ class TestTheMachine:
 
     def test_which_backend_runs_and_why(self, info, monkeypatch, backend_variable):
         choice = sys.modules["ecoformer.cli.info"]
-        monkeypatch.setattr(choice, "cannot_on", lambda name, device: None)
+        monkeypatch.setattr(choice, "why_not_on", lambda name, device: None)
         monkeypatch.setattr(choice, "available", lambda device: ["cpu", "eager"])
         shown = info()["backends"]
         assert shown["cpu"] == "can run on cpu"
@@ -89,7 +89,7 @@ class TestTheMachine:
         backend_variable("triton")
         assert info()["backends"]["for cpu"] == "eager (ECOFORMER_BACKEND=triton)"
         backend_variable(None)
-        monkeypatch.setattr(choice, "cannot_on", lambda name, device: "numba is not installed")
+        monkeypatch.setattr(choice, "why_not_on", lambda name, device: "numba is not installed")
         monkeypatch.setattr(choice, "available", lambda device: ["eager"])
         shown = info()["backends"]
         assert shown["cpu"] == "cannot run: numba is not installed"

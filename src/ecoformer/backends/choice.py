@@ -55,13 +55,13 @@ def check_name(argument: str, name: str | None) -> str | None:
     return name
 
 
-def asked_for(name: str | None = None) -> str | None:
-    """The backend asked for, by `name`, `use_backend` or the environment; None where none is."""
+def requested(name: str | None = None) -> str | None:
+    """The backend requested by `name`, `use_backend` or the environment, in this order; None for none."""
     return check_name("backend", name) or _request.name or _default()
 
 
 def constant(function: F) -> F:
-    """Compiled code takes the answer as it is when it is compiled.
+    """Compiled code keeps the result that the function has at compile time.
 
     This is `torch.compiler.assume_constant_result`, which would import the compiler at once.
     """
@@ -71,18 +71,13 @@ def constant(function: F) -> F:
 
 def available(device: torch.device | str) -> list[str]:
     """Names of the backends that can run on `device`, in the order in which they are preferred."""
-    able = [name for name in _preferred(torch.device(device)) if cannot_on(name, device) is None]
-    return [*able, "eager"]
-
-
-def cannot_on(name: str, device: torch.device | str) -> str | None:
-    """Why no call on `device` can be run by the fused backend `name`; None where some can."""
-    return _cannot_on(name, torch.device(device))
+    names = PREFERRED.get(torch.device(device).type, ())
+    return [*(name for name in names if why_not_on(name, device) is None), "eager"]
 
 
 @cache
-def _cannot_on(name: str, device: torch.device) -> str | None:
-    """Asked with the smallest common call, in inference."""
+def why_not_on(name: str, device: torch.device | str) -> str | None:
+    """Why the fused backend `name` can run no call on `device`; None if it can run some."""
     x = torch.zeros(1, 1, 1, 16, device=device)
     row = torch.zeros(1, 1, device=device)
     functions = HashFunctions(x[0], row, row[0], torch.zeros(1, 1, 16, device=device))
@@ -90,30 +85,30 @@ def _cannot_on(name: str, device: torch.device) -> str | None:
 
 
 def why_not(name: str, call: FusedCall, needs_grad: bool) -> str | None:
-    """Why a call cannot be run by the fused backend `name`; None where it can."""
+    """Why the fused backend `name` cannot run a call; None if it can."""
     return _cannot(name, needs_grad, *call.flat())
 
 
 def pick(call: FusedCall, needs_grad: bool, wanted: str | None) -> str:
     """The backend for one call: `wanted`, or the first that can run it.
 
-    One that was asked for and cannot run gives way to eager with one warning.
+    If the requested backend cannot run it, eager does, with one warning.
     """
     if wanted == "eager":
         return wanted
-    for name in _preferred(call.q.device) if wanted is None else (wanted,):
+    for name in PREFERRED.get(call.q.device.type, ()) if wanted is None else (wanted,):
         reason = why_not(name, call, needs_grad)
         if reason is None:
             return name
-        if wanted is not None:
-            _tell(name, reason)
+        warn_if_requested(wanted, reason)
     return "eager"
 
 
-def tell_if_asked(wanted: str | None, reason: str) -> None:
-    """Warn once that the backend asked for cannot run a call."""
+@constant
+def warn_if_requested(wanted: str | None, reason: str) -> None:
+    """Warn once that the requested backend cannot run a call."""
     if wanted not in (None, "eager"):
-        _tell(str(wanted), reason)
+        warn_once(str(wanted), reason)
 
 
 @constant
@@ -125,15 +120,6 @@ def _default() -> str | None:
 def default_backend() -> str | None:
     """The backend that the environment variable names; None where it is unset."""
     return check_name(VARIABLE, os.environ.get(VARIABLE) or None)
-
-
-@constant
-def _tell(name: str, reason: str) -> None:
-    warn_once(name, reason)
-
-
-def _preferred(device: torch.device) -> tuple[str, ...]:
-    return PREFERRED.get(device.type, ())
 
 
 @constant

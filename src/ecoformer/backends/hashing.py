@@ -102,7 +102,7 @@ def scaled(x: Tensor) -> Tensor:
 def unit_length(tokens: Tensor) -> Tensor:
     """Tokens of length one; a zero vector stays zero and passes its gradient on unscaled.
 
-    A length whose square overflows gives NaN, lest the token pass for a zero vector.
+    A length whose square overflows gives NaN; the token would otherwise look like a zero vector.
     """
     square = tokens.square().sum(dim=-1, keepdim=True)
     scale = torch.where(square == 0, 1, square).rsqrt()

@@ -14,7 +14,7 @@ from torch import nn
 
 from ecoformer import __version__
 from ecoformer.attention import list_attentions
-from ecoformer.backends.choice import PREFERRED, VARIABLE, available, cannot_on, default_backend
+from ecoformer.backends.choice import PREFERRED, VARIABLE, available, why_not_on, default_backend
 from ecoformer.benchmarking.attention import check_backends
 from ecoformer.benchmarking.results import Row
 from ecoformer.cli.common import MODEL_HELP, AsJson, plain_console, print_json
@@ -89,7 +89,7 @@ def backends() -> dict[str, str]:
     for device, names in PREFERRED.items():
         here = device != "cuda" or torch.cuda.is_available()
         for name in names:
-            reason = cannot_on(name, device) if here else gpu
+            reason = why_not_on(name, device) if here else gpu
             found[name] = f"can run on {device}" if reason is None else f"cannot run: {reason}"
         if here:
             first = asked if asked in available(device) else "eager" if asked else available(device)[0]

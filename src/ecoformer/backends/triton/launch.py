@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ecoformer.backends.fused import Functions, FusedCall, Signs, empty_out
 from ecoformer.backends.triton import causal, groups, plans
-from ecoformer.backends.triton import forward as ahead
+from ecoformer.backends.triton import forward as kernels
 from ecoformer.backends.triton import state as states
 from ecoformer.backends.triton.configs import Config, Sizes, Step, causal_config, choose, padded, reduce
 from ecoformer.backends.triton.hashing import KERNEL, PLANES, SIGNS
@@ -317,7 +317,7 @@ class _Forward(Launches):
         q, out = self.q, self.out
         config = self.config("gather", q)
         self.launch(
-            ahead.attend, self.rows, self.smaller("gather", q, config),
+            kernels.attend, self.rows, self.smaller("gather", q, config),
             *self._keys(q), self.codes[0], self.state, self.table, out, *out.strides,
             *self.functions.tensors, *self.levels, q.shape[2], self.heads, self.beta,
             **self.masked, **self.exact, **self.hashing(self.functions), **self.tall(config),
@@ -339,7 +339,7 @@ class _Forward(Launches):
         config = self.config(step, q)
         stretches, span = self.stretches(config, q.shape[2])
         self.launch(
-            ahead.read, self.rows * stretches, self.smaller(step, q, config),
+            kernels.read, self.rows * stretches, self.smaller(step, q, config),
             q, *q.strides, self.codes[0], partial, state, out, *out.strides, *self.functions.tensors,
             self.levels[2], q.shape[2], self.heads, parts, stretches, span, self.beta,
             HASHED=hashed, **self.exact, **self.hashing(self.functions), **self.options(config),
@@ -349,7 +349,7 @@ class _Forward(Launches):
         """Codes of the keys, and states of so many parts of every head."""
         x = self.k
         self.launch(
-            ahead.gather, self.rows * parts, smaller,
+            kernels.gather, self.rows * parts, smaller,
             *self._keys(x), self.codes[-1], partial, *self.key_functions.tensors,
             x.shape[2], self.heads, parts, span, CODES=self.stored, CAUSAL=self.causal,
             **self.masked, **self.exact, **self.hashing(self.key_functions), **options,
