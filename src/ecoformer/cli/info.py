@@ -14,7 +14,7 @@ from torch import nn
 
 from ecoformer import __version__
 from ecoformer.attention import list_attentions
-from ecoformer.backends.choice import PREFERRED, VARIABLE, available, why_not_on, default_backend
+from ecoformer.backends.choice import PREFERRED, VARIABLE, available, default_backend, why_not_on
 from ecoformer.benchmarking.attention import check_backends
 from ecoformer.benchmarking.results import Row
 from ecoformer.cli.common import MODEL_HELP, AsJson, plain_console, print_json
