@@ -11,7 +11,16 @@ from ecoformer.attention import (
 )
 from ecoformer.backends.choice import use_backend
 from ecoformer.checkpoints import CheckpointError, load, load_official, save
-from ecoformer.conversion import Conversion, Distillation, Projections, convert, distill, register_conversion
+from ecoformer.conversion import (
+    Conversion,
+    Distillation,
+    Projections,
+    Transfer,
+    convert,
+    distill,
+    register_conversion,
+    transfer,
+)
 from ecoformer.functional import eco_attention, hash_attention, pack_codes, sign_ste, unpack_codes
 from ecoformer.hashing import (
     FitOptions,
@@ -50,6 +59,7 @@ __all__ = [
     "RefitHashers",
     "SignHasher",
     "SoftStart",
+    "Transfer",
     "convert",
     "cost",
     "create_attention",
@@ -67,6 +77,7 @@ __all__ = [
     "register_conversion",
     "save",
     "sign_ste",
+    "transfer",
     "unpack_codes",
     "use_backend",
 ]

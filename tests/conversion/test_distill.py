@@ -257,9 +257,9 @@ def test_mistakes():
         with pytest.raises(ValueError, match=message):
             distill(*pair(), BATCHES, **{"steps": 2, **kwargs}, **QUIET)
     student, teacher = pair()
-    with pytest.raises(ValueError, match=r"^layers=1.0 .*teacher has no layer 'encoder.*pass layers=0$"):
+    with pytest.raises(ValueError, match=r"^teacher \(Sequential\) has no layer 'encoder"):
         distill(student, nn.Sequential(teacher), BATCHES, steps=2, layers=1.0, **QUIET)
-    with pytest.raises(ValueError, match=r"^layers=1.0 .*student has no converted layer"):
+    with pytest.raises(ValueError, match=r"^student \(Classifier\) has no converted layer"):
         distill(Classifier(), teacher, BATCHES, steps=2, layers=1.0, **QUIET)
     other = copy.deepcopy(teacher)
     other.head = nn.Linear(DIM, 6)

@@ -6,6 +6,7 @@ from ecoformer.conversion.convert import Conversion, convert
 from ecoformer.conversion.distillation import Distillation, distill
 from ecoformer.conversion.huggingface import register_with_transformers
 from ecoformer.conversion.rules import Adapter, ImageGrid, Rule, register_conversion
+from ecoformer.conversion.transfer import Transfer, transfer
 
 __all__ = [
     "Adapter",
@@ -14,8 +15,10 @@ __all__ = [
     "ImageGrid",
     "Projections",
     "Rule",
+    "Transfer",
     "convert",
     "distill",
     "register_conversion",
     "register_with_transformers",
+    "transfer",
 ]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,16 +14,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ecoformer.arguments import shape
-from ecoformer.attention import Attention
-from ecoformer.conversion.rules import Adapter
+from ecoformer.conversion.learning import (
+    LayerPairs,
+    check_models,
+    check_steps,
+    course,
+    layer_pairs,
+    learn,
+    relative_mse,
+    several_ranks,
+    without_padding,
+)
 from ecoformer.hashing import FitOptions, fit_hashers, hashers_of
-from ecoformer.hashing.fitting import Forward, Group, check_batches, move, progress_bar, run
+from ecoformer.hashing.fitting import Forward, Group, run
 from ecoformer.running import eval_mode, without_fast_path
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 Loss = Literal["mse", "kl", "cosine"] | LossFunction
 Output = Callable[[Any, Any], Tensor]
-LayerPairs = dict[str, tuple[nn.Module, nn.Module]]
 
 
 @dataclass(frozen=True)
@@ -41,15 +47,8 @@ class Distillation:
         return len(self.outputs)
 
     def __str__(self) -> str:
-        tail = max(1, self.steps // 10)
-
-        def course(losses: tuple[float, ...]) -> str:
-            return f"{sum(losses[:tail]) / tail:.4g} -> {sum(losses[-tail:]) / tail:.4g}"
-
         layers = f", layers {course(self.layers)}" if self.layers else ""
-        return (
-            f"{self.steps} steps (mean of the first and last {tail}): outputs {course(self.outputs)}{layers}"
-        )
+        return f"{self.steps} steps, first and last tenth: outputs {course(self.outputs)}{layers}"
 
 
 def distill(
@@ -94,47 +93,35 @@ def distill(
         forward: how to run a batch, `forward(model, batch)`; default: `model(inputs)` or `model(**mapping)`.
         progress: show a progress bar on a terminal.
     """
-    check_batches(batches)
+    check_steps(batches, steps)
     _check_ranks(student, group)
-    pairs = _check_models(student, teacher, steps, layers)
+    check_models(student, teacher)
+    pairs = layer_pairs(student, teacher) if layers else {}
     parameters: list[Tensor] = [p for p in student.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError(f"every parameter of the student ({type(student).__name__}) is frozen")
-    optimiser = torch.optim.AdamW(parameters, lr=lr, weight_decay=0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, steps))
     if isinstance(loss, str) and loss not in _LOSSES:
         raise ValueError(f"loss must be one of {', '.join(_LOSSES)} or a function, got {loss!r}")
     measure = _LOSSES[loss] if isinstance(loss, str) else loss
     compare = partial(_losses, student, teacher, pairs, measure, output or _pick_output, forward or run)
     refit = partial(fit_hashers, options=fit_options, group=group, forward=forward, progress=False)
-    last_good = [parameter.detach().clone() for parameter in parameters]
     outputs: list[float] = []
     of_layers: list[float] = []
-    with eval_mode(student, teacher), progress_bar(steps, progress) as advance:
-        for step, batch in enumerate(_repeat(batches, steps)):
-            if refit_every and step and step % refit_every == 0 and hashers_of(student):
-                refit(student, [batch], seed=step)
-            main, local = compare(move(batch, parameters[0].device))
-            total = main + layers * local
-            optimiser.zero_grad()
-            torch.autograd.backward(total)
-            norm = nn.utils.clip_grad_norm_(parameters, 1.0)
-            with torch.no_grad():
-                if not bool(total.isfinite() & norm.isfinite()):
-                    torch._foreach_copy_(parameters, last_good)
-                    remedy = f"lower lr={lr}" if step else "check the inputs and the models' weights"
-                    raise FloatingPointError(
-                        f"loss {float(total)} with a gradient of norm {float(norm)} at step {step}; the last "
-                        f"weights that gave finite ones are restored: {remedy}"
-                    )
-                torch._foreach_copy_(last_good, parameters)
-            optimiser.step()
-            schedule.step()
-            outputs.append(float(main.detach()))
-            if pairs:
-                of_layers.append(float(local.detach()))
-            advance(f"distilling, loss {outputs[-1]:.4g}")
-    student.zero_grad()
+
+    def backward(batch: Any, step: int) -> tuple[Tensor, str]:
+        if refit_every and step and step % refit_every == 0 and hashers_of(student):
+            refit(student, [batch], seed=step)
+        main, local = compare(batch)
+        total = main + layers * local
+        torch.autograd.backward(total)
+        outputs.append(float(main.detach()))
+        if pairs:
+            of_layers.append(float(local.detach()))
+        return total.detach(), f"distilling, loss {outputs[-1]:.4g}"
+
+    optimiser = torch.optim.AdamW(parameters, lr=lr, weight_decay=0)
+    with eval_mode(student, teacher):
+        learn(optimiser, batches, steps, backward, progress=progress)
     return Distillation(tuple(outputs), tuple(of_layers))
 
 
@@ -155,15 +142,10 @@ def _losses(
     if answer.shape != target.shape:
         raise ValueError(f"student and teacher must agree: {shape(answer)} against {shape(target)}")
     terms = [
-        _relative_mse(_without_padding(of_student[n], batch), _without_padding(of_teacher[n], batch))
+        relative_mse(without_padding(of_student[n], batch), without_padding(of_teacher[n], batch))
         for n in pairs
     ]
     return loss(answer, target), torch.stack(terms).mean() if terms else answer.new_zeros(())
-
-
-def _relative_mse(x: Tensor, target: Tensor) -> Tensor:
-    """Mean square error as a share of the target's mean square."""
-    return F.mse_loss(x, target) / target.square().mean().clamp_min(1e-12)
 
 
 def _kl(x: Tensor, target: Tensor) -> Tensor:
@@ -175,68 +157,16 @@ def _cosine(x: Tensor, target: Tensor) -> Tensor:
     return 1 - F.cosine_similarity(x, target, dim=-1).mean()
 
 
-_LOSSES: dict[str, LossFunction] = {"mse": _relative_mse, "kl": _kl, "cosine": _cosine}
+_LOSSES: dict[str, LossFunction] = {"mse": relative_mse, "kl": _kl, "cosine": _cosine}
 
 
 def _check_ranks(student: nn.Module, group: Group) -> None:
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if several and group != "alone" and not isinstance(student, nn.parallel.DistributedDataParallel):
+    wrapped = isinstance(student, nn.parallel.DistributedDataParallel)
+    if several_ranks() and group != "alone" and not wrapped:
         raise ValueError(
             f"student would learn differently on each of {dist.get_world_size()} ranks: wrap it in "
             'DistributedDataParallel, or pass group="alone" if only this rank learns'
         )
-
-
-def _check_models(student: nn.Module, teacher: nn.Module, steps: int, layers: float) -> LayerPairs:
-    """Pairs of layers to compare, by name."""
-    memory = [
-        {p.untyped_storage().data_ptr() for p in m.parameters() if p.numel()} for m in (student, teacher)
-    ]
-    if student is teacher or memory[0] & memory[1]:
-        raise ValueError(
-            "student and teacher share weights, because convert works in place: keep "
-            "teacher = copy.deepcopy(model) before converting"
-        )
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
-    if not layers:
-        return {}
-    converted = [name for name, module in student.named_modules() if isinstance(module, (Adapter, Attention))]
-    outermost = [n for n in converted if not any(n.startswith(f"{other}.") for other in converted)]
-    modules = dict(teacher.named_modules())
-    missing = [name for name in outermost if name not in modules]
-    if missing or not outermost:
-        what = f"the teacher has no layer {missing[0]!r}" if missing else "the student has no converted layer"
-        raise ValueError(f"layers={layers} compares layers of the same name, but {what}: pass layers=0")
-    return {name: (student.get_submodule(name), modules[name]) for name in outermost}
-
-
-def _rate(step: int, steps: int) -> float:
-    rising = 0.1 * steps
-    if step < rising:
-        return (step + 1) / (rising + 1)
-    return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1.0, steps - rising)))
-
-
-def _repeat(batches: Iterable[Any], steps: int) -> Iterator[Any]:
-    """`steps` batches, from the start again as often as needed."""
-    done = 0
-    while done < steps:
-        before = done
-        for batch in batches:
-            if done == steps:
-                return
-            done += 1
-            yield batch
-        if done == before:
-            if not done:
-                raise ValueError("batches is empty: there is nothing to learn from")
-            warnings.warn(
-                f"batches can be read only once and ended after {done} of {steps} steps: pass a list or a "
-                "data loader",
-                stacklevel=3,
-            )
-            return
 
 
 def _pick_output(result: Any, batch: Any) -> Tensor:
@@ -246,18 +176,10 @@ def _pick_output(result: Any, batch: Any) -> Tensor:
     if isinstance(result, Mapping):
         for name in ("logits", "last_hidden_state"):
             if isinstance(result.get(name), Tensor):
-                return _without_padding(result[name], batch)
+                return without_padding(result[name], batch)
     if isinstance(result, (tuple, list)) and result and isinstance(result[0], Tensor):
         return result[0]
     raise TypeError(f"output= must say what to compare in a {type(result).__name__}")
-
-
-def _without_padding(x: Tensor, batch: Any) -> Tensor:
-    """The tokens of `x` that the batch's attention mask, if any, does not mark as padding."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or x.shape[:2] != mask.shape:
-        return x
-    return x[mask.bool()]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,144 @@
+"""What `transfer` and `distill` share: pairs of layers, the training loop, and losses."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ecoformer.attention import Attention
+from ecoformer.conversion.rules import Adapter
+from ecoformer.hashing.fitting import check_batches, move, progress_bar
+
+LayerPairs = dict[str, tuple[nn.Module, nn.Module]]
+
+
+def check_models(student: nn.Module, teacher: nn.Module) -> None:
+    """Refuse a teacher that would change with the student."""
+    memory = [
+        {p.untyped_storage().data_ptr() for p in m.parameters() if p.numel()} for m in (student, teacher)
+    ]
+    if student is teacher or memory[0] & memory[1]:
+        raise ValueError(
+            "student and teacher share weights, because convert works in place: keep "
+            "teacher = copy.deepcopy(model) before converting"
+        )
+
+
+def layer_pairs(student: nn.Module, teacher: nn.Module) -> LayerPairs:
+    """The converted layers of the student and the teacher's layers of the same names."""
+    converted = [name for name, module in student.named_modules() if isinstance(module, (Adapter, Attention))]
+    outermost = [n for n in converted if not any(n.startswith(f"{other}.") for other in converted)]
+    modules = dict(teacher.named_modules())
+    missing = [name for name in outermost if name not in modules]
+    if not outermost:
+        raise ValueError(f"student ({type(student).__name__}) has no converted layer: convert it first")
+    if missing:
+        raise ValueError(
+            f"teacher ({type(teacher).__name__}) has no layer {missing[0]!r} to compare with the student's: "
+            "pass the model as it was before convert"
+        )
+    return {name: (student.get_submodule(name), modules[name]) for name in outermost}
+
+
+def several_ranks() -> bool:
+    """Whether other processes train the same model."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def learn(
+    optimiser: torch.optim.Optimizer,
+    batches: Iterable[Any],
+    steps: int,
+    backward: Callable[[Any, int], tuple[Tensor, str]],
+    *,
+    progress: bool,
+) -> None:
+    """Make `steps` steps, each on one batch; rates rise over the first tenth and fall like a cosine.
+
+    `backward(batch, step)` computes gradients; it returns the loss and what the progress bar shows. Gradients
+    are clipped to norm 1. A loss or gradient that is not finite stops the training and restores the last
+    weights that gave finite ones.
+    """
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, steps))
+    parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+    last_good = [parameter.detach().clone() for parameter in parameters]
+    with progress_bar(steps, progress) as advance:
+        for step, batch in enumerate(_repeat(batches, steps)):
+            optimiser.zero_grad()
+            loss, shown = backward(move(batch, parameters[0].device), step)
+            norm = nn.utils.clip_grad_norm_(parameters, 1.0)
+            with torch.no_grad():
+                if not bool(loss.isfinite() & norm.isfinite()):
+                    torch._foreach_copy_(parameters, last_good)
+                    rates = ", ".join(f"{group['initial_lr']:.3g}" for group in optimiser.param_groups[:1])
+                    remedy = f"lower lr={rates}" if step else "check the inputs and the models' weights"
+                    raise FloatingPointError(
+                        f"loss {float(loss)} with a gradient of norm {float(norm)} at step {step}; the last "
+                        f"weights that gave finite ones are restored: {remedy}"
+                    )
+                torch._foreach_copy_(last_good, parameters)
+            optimiser.step()
+            schedule.step()
+            advance(shown)
+    optimiser.zero_grad()
+
+
+def check_steps(batches: Iterable[Any], steps: int) -> None:
+    """Refuse what there is nothing to learn from."""
+    check_batches(batches)
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+
+
+def _rate(step: int, steps: int) -> float:
+    rising = 0.1 * steps
+    if step < rising:
+        return (step + 1) / (rising + 1)
+    return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1.0, steps - rising)))
+
+
+def _repeat(batches: Iterable[Any], steps: int) -> Iterator[Any]:
+    """`steps` batches, from the start again as often as needed."""
+    done = 0
+    while done < steps:
+        before = done
+        for batch in batches:
+            if done == steps:
+                return
+            done += 1
+            yield batch
+        if done == before:
+            if not done:
+                raise ValueError("batches is empty: there is nothing to learn from")
+            warnings.warn(
+                f"batches can be read only once and ended after {done} of {steps} steps: pass a list or a "
+                "data loader",
+                stacklevel=3,
+            )
+            return
+
+
+def relative_mse(x: Tensor, target: Tensor) -> Tensor:
+    """Mean square error as a share of the target's mean square."""
+    return F.mse_loss(x, target) / target.square().mean().clamp_min(1e-12)
+
+
+def without_padding(x: Tensor, batch: Any) -> Tensor:
+    """The tokens of `x` that the batch's attention mask, if any, does not mark as padding."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or x.shape[:2] != mask.shape:
+        return x
+    return x[mask.bool()]
+
+
+def course(losses: tuple[float, ...]) -> str:
+    """The mean of the first and of the last tenth."""
+    tail = max(1, len(losses) // 10)
+    return f"{sum(losses[:tail]) / tail:.4g} -> {sum(losses[-tail:]) / tail:.4g}"

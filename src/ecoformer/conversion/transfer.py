@@ -1,0 +1,184 @@
+"""Attention transfer: each converted layer learns to reproduce the teacher's attention layer, by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ecoformer.arguments import shape
+from ecoformer.attention import Attention
+from ecoformer.conversion.layers import mechanism_in
+from ecoformer.conversion.learning import (
+    LayerPairs,
+    check_models,
+    check_steps,
+    course,
+    layer_pairs,
+    learn,
+    relative_mse,
+    several_ranks,
+    without_padding,
+)
+from ecoformer.hashing.fitting import Forward, Group, run
+from ecoformer.running import eval_mode, without_fast_path
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The losses of an attention transfer: for each layer, one per step."""
+
+    layers: dict[str, tuple[float, ...]]
+
+    @property
+    def steps(self) -> int:
+        """How many steps were made."""
+        return len(next(iter(self.layers.values())))
+
+    @property
+    def final(self) -> dict[str, float]:
+        """Each layer's mean loss over the last tenth of the steps: 0 is the teacher, 1 knows nothing."""
+        tail = max(1, self.steps // 10)
+        return {name: sum(losses[-tail:]) / tail for name, losses in self.layers.items()}
+
+    def __str__(self) -> str:
+        width = max(map(len, self.layers))
+        lines = [f"  {name:<{width}}  {course(losses)}" for name, losses in self.layers.items()]
+        return "\n".join([f"{self.steps} steps, error of each layer, first and last tenth:", *lines])
+
+
+def transfer(
+    student: nn.Module,
+    teacher: nn.Module,
+    batches: Iterable[Any],
+    *,
+    steps: int = 600,
+    lr: float = 1e-2,
+    projection_lr: float = 2e-4,
+    group: Group = None,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> Transfer:
+    """Train each converted layer of `student`, in place, to do what the teacher's layer does.
+
+    The teacher runs once per batch. Each of the student's layers gets what the teacher's layer got, and learns
+    from what that returned: the squared error over the mean square of the teacher's output. So errors of
+    earlier layers do not reach later ones, and only one layer's activations are in memory at a time. Call
+    `distill` afterwards, which trains all layers together.
+
+    AdamW without weight decay; the rates rise over the first tenth of the steps and fall like a cosine. Both
+    models run in eval mode, without dropout; modes are restored. An error leaves the student's weights as they
+    were or, after the first step, at the last ones that gave finite losses.
+
+    Args:
+        student: a converted model.
+        teacher: the original: `teacher = copy.deepcopy(model)` before `convert(model, ...)`.
+        batches: tensors, (inputs, ...) tuples or keyword mappings, such as a data loader yields; read again
+            from the start until all steps are made.
+        steps: how many batches to learn from.
+        lr: highest learning rate of what makes codes and affinities: hyperplanes (relative to the size of
+            their weights), beta and omega.
+        projection_lr: highest learning rate of all other weights of the layers.
+        group: with several ranks, the process group whose gradients are averaged (default: all ranks);
+            "alone" if only this rank learns.
+        forward: how to run a batch, `forward(model, batch)`; default: `model(inputs)` or `model(**mapping)`.
+        progress: show a progress bar on a terminal.
+    """
+    check_steps(batches, steps)
+    check_models(student, teacher)
+    if isinstance(student, nn.parallel.DistributedDataParallel):
+        student = student.module
+    pairs = layer_pairs(student, teacher)
+    ranks = several_ranks() and group != "alone"
+    groups = _parameter_groups([pair[0] for pair in pairs.values()], lr, projection_lr)
+    parameters = [parameter for each in groups for parameter in each["params"]]
+    if not parameters:
+        raise ValueError(f"every parameter of the student's layers ({type(student).__name__}) is frozen")
+    process_group = group if isinstance(group, dist.ProcessGroup) else None
+    if ranks:
+        for tensor in (*student.parameters(), *student.buffers()):
+            dist.broadcast(tensor.detach(), group=process_group, group_src=0)
+    losses: dict[str, list[float]] = {name: [] for name in pairs}
+
+    def backward(batch: Any, step: int) -> tuple[Tensor, str]:
+        found = _layer_losses(pairs, teacher, forward or run, batch)
+        if ranks:
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG, group=process_group)
+        for name, loss in zip(found, torch.stack(list(found.values())).tolist(), strict=True):
+            losses[name].append(loss)
+        worst = max(found, key=lambda name: losses[name][-1])
+        total = torch.stack(list(found.values())).mean()
+        return total, f"transfer, loss {float(total):.3g}, largest {losses[worst][-1]:.3g} in {worst}"
+
+    optimiser = torch.optim.AdamW(groups, weight_decay=0)
+    with eval_mode(student, teacher), without_fast_path():
+        learn(optimiser, batches, steps, backward, progress=progress)
+    return Transfer({name: tuple(values) for name, values in losses.items()})
+
+
+def _parameter_groups(layers: list[nn.Module], lr: float, projection_lr: float) -> list[dict[str, Any]]:
+    """Parameters by learning rate; hyperplanes have one of their own in each layer, relative to their size."""
+    groups: list[dict[str, Any]] = []
+    sharp: list[Tensor] = []
+    rest: list[Tensor] = []
+    for layer in layers:
+        attention = mechanism_in(layer)
+        planes: list[Tensor] = []
+        if isinstance(attention, Attention):
+            if attention.projects_to_codes:
+                planes = [p for p in attention.qk.parameters() if p.requires_grad]
+            for part in ("hasher", "affinity"):
+                module = getattr(attention, part, None)
+                sharp += [p for p in module.parameters() if p.requires_grad] if module is not None else []
+        if planes:
+            size = float(planes[0].detach().float().square().mean().sqrt())
+            groups.append({"params": planes, "lr": lr * size})
+        taken = {id(p) for p in (*planes, *sharp)}
+        rest += [p for p in layer.parameters() if p.requires_grad and id(p) not in taken]
+    more = [{"params": sharp, "lr": lr}, {"params": rest, "lr": projection_lr}]
+    return groups + [each for each in more if each["params"]]
+
+
+def _layer_losses(pairs: LayerPairs, teacher: nn.Module, forward: Forward, batch: Any) -> dict[str, Tensor]:
+    """The loss of every layer; gradients are added to the layers' parameters as the teacher reaches them."""
+    found: dict[str, Tensor] = {}
+
+    def make_hook(name: str, layer: nn.Module) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            target = _first(out)
+            with torch.enable_grad():
+                answer = _first(layer(*args, **kwargs))
+                if answer.shape != target.shape:
+                    raise ValueError(
+                        f"{name}: the student's layer returns {shape(answer)}, the teacher's {shape(target)}: "
+                        "the teacher must be the model as it was before convert"
+                    )
+                loss = relative_mse(without_padding(answer, batch), without_padding(target, batch))
+                torch.autograd.backward(loss)
+            found[name] = loss.detach() + found.get(name, 0)
+
+        return hook
+
+    with ExitStack() as hooks, torch.no_grad():
+        for name, (layer, original) in pairs.items():
+            handle = original.register_forward_hook(make_hook(name, layer), with_kwargs=True)
+            hooks.callback(handle.remove)
+        forward(teacher, batch)
+    missed = [name for name in pairs if name not in found]
+    if missed:
+        raise ValueError(
+            f"the teacher's forward pass never reached {', '.join(missed)}: leave such layers out"
+        )
+    return found
+
+
+def _first(out: Any) -> Tensor:
+    return out[0] if isinstance(out, tuple) else out
