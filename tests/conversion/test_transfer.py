@@ -35,7 +35,7 @@ def test_layers_learn_and_nothing_else_changes(mechanism):
 
 
 def test_losses_by_hand():
-    """The student's second layer gets what the teacher's second layer got, not what its own first one makes."""
+    """The student's second layer gets the input of the teacher's, not the output of its own first layer."""
     student, teacher = pair("sharp_eco")
     x = BATCHES[0]
     result = transfer(student, teacher, [x], steps=1, lr=0.0, projection_lr=0.0, **QUIET)
@@ -118,7 +118,7 @@ def test_mistakes_leave_the_student_unchanged():
     with pytest.raises(FloatingPointError, match="check the inputs"):
         transfer(student, teacher, [bad], steps=2, **QUIET)
     assert unchanged(student, before)
-    with pytest.raises(TypeError, match="^batches must be an iterable"):
+    with pytest.raises(TypeError, match=r"^batches must be an iterable"):
         transfer(student, teacher, tokens(), steps=2, **QUIET)
     student.requires_grad_(False)
     with pytest.raises(ValueError, match="frozen"):

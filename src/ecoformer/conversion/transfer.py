@@ -66,14 +66,14 @@ def transfer(
 ) -> Transfer:
     """Train each converted layer of `student`, in place, to do what the teacher's layer does.
 
-    The teacher runs once per batch. Each of the student's layers gets what the teacher's layer got, and learns
-    from what that returned: the squared error over the mean square of the teacher's output. So errors of
+    The teacher runs once per batch. Each of the student's layers gets the input of the teacher's layer and
+    learns to give its output; the loss is the squared error over the output's mean square. So errors of
     earlier layers do not reach later ones, and only one layer's activations are in memory at a time. Call
     `distill` afterwards, which trains all layers together.
 
     AdamW without weight decay; the rates rise over the first tenth of the steps and fall like a cosine. Both
-    models run in eval mode, without dropout; modes are restored. An error leaves the student's weights as they
-    were or, after the first step, at the last ones that gave finite losses.
+    models run in eval mode, without dropout; modes are restored. An error in the first step leaves the
+    student as it was, a later one at the last weights that gave finite losses.
 
     Args:
         student: a converted model.
@@ -125,7 +125,7 @@ def transfer(
 
 
 def _parameter_groups(layers: list[nn.Module], lr: float, projection_lr: float) -> list[dict[str, Any]]:
-    """Parameters by learning rate; hyperplanes have one of their own in each layer, relative to their size."""
+    """Parameters by learning rate; that of hyperplanes is relative to their size in each layer."""
     groups: list[dict[str, Any]] = []
     sharp: list[Tensor] = []
     rest: list[Tensor] = []
@@ -158,8 +158,8 @@ def _layer_losses(pairs: LayerPairs, teacher: nn.Module, forward: Forward, batch
                 answer = _first(layer(*args, **kwargs))
                 if answer.shape != target.shape:
                     raise ValueError(
-                        f"{name}: the student's layer returns {shape(answer)}, the teacher's {shape(target)}: "
-                        "the teacher must be the model as it was before convert"
+                        f"{name}: the student's layer returns {shape(answer)}, the teacher's "
+                        f"{shape(target)}: pass the model as it was before convert"
                     )
                 loss = relative_mse(without_padding(answer, batch), without_padding(target, batch))
                 torch.autograd.backward(loss)
@@ -175,7 +175,7 @@ def _layer_losses(pairs: LayerPairs, teacher: nn.Module, forward: Forward, batch
     missed = [name for name in pairs if name not in found]
     if missed:
         raise ValueError(
-            f"the teacher's forward pass never reached {', '.join(missed)}: leave such layers out"
+            f"the teacher's forward pass never reached {', '.join(missed)}: convert other layers only"
         )
     return found
 
