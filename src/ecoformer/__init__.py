@@ -1,6 +1,6 @@
 """Energy-saving attention with linear complexity for PyTorch."""
 
-from ecoformer.accounting import Ledger, cost
+from ecoformer.accounting import Allocation, Ledger, Plan, allocate, cost, plan
 from ecoformer.affinity import Affinity
 from ecoformer.attention import (
     Attention,
@@ -42,6 +42,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Affinity",
+    "Allocation",
     "Attention",
     "CheckpointError",
     "Conversion",
@@ -55,11 +56,13 @@ __all__ = [
     "KlshHasher",
     "Ledger",
     "LshHasher",
+    "Plan",
     "Projections",
     "RefitHashers",
     "SignHasher",
     "SoftStart",
     "Transfer",
+    "allocate",
     "convert",
     "cost",
     "create_attention",
@@ -73,6 +76,7 @@ __all__ = [
     "load",
     "load_official",
     "pack_codes",
+    "plan",
     "register_attention",
     "register_conversion",
     "save",

@@ -33,7 +33,7 @@ class TestWhatIsWritten:
         assert lines[0] == "PyramidVisionTransformerV2: 6 of 8 attention layers converted to eco"
         assert "not converted" in lines
         assert "  stages.3.blocks.1.attn  Attention: last stage (256 channels)" in lines
-        assert any(line.startswith("note: hash functions are not fitted: --fit takes") for line in lines)
+        assert any(line.startswith("note: hash functions are not fitted: --data takes") for line in lines)
         assert "note: the weights of pvt_v2_b0 are random: --pretrained starts from timm's" in lines
         assert lines[-1] == "wrote eco.safetensors"
         model = ecoformer.load("eco.safetensors")
@@ -41,7 +41,7 @@ class TestWhatIsWritten:
         assert not any(hasher.fitted for hasher in hashers_of(model).values())
 
     def test_json_and_nothing_else(self, convert):
-        done = convert("ours.safetensors", "--set", "bits=8")
+        done = convert("ours.safetensors", "--attention", "eco", "--set", "bits=8")
         assert set(done.facts) == {
             *("model", "mechanism", "config", "replaced", "left", "notes", "source", "fitted", "written")
         }
@@ -61,7 +61,7 @@ class TestWhatIsWritten:
         assert done.facts["source"] == "checkpoint ours.safetensors"
         assert done.facts["fitted"] == []
         assert done.facts["written"] == "out.safetensors"
-        assert any("--fit takes a folder of images" in note for note in done.facts["notes"])
+        assert any("--data takes a folder of images" in note for note in done.facts["notes"])
         assert not any("random" in note for note in done.facts["notes"])
 
     @pytest.mark.parametrize(
@@ -131,13 +131,16 @@ class TestWhatIsWritten:
 
     def test_a_path_with_blanks_and_brackets(self, convert, tmp_path):
         (tmp_path / "my [v2] models").mkdir()
-        done = convert("ours.safetensors", out="my [v2] models/é.safetensors")
+        done = convert("ours.safetensors", "--attention", "eco", out="my [v2] models/é.safetensors")
         assert done.facts["written"] == "my [v2] models/é.safetensors"
-        assert convert("my [v2] models/é.safetensors").facts["source"] == "checkpoint é.safetensors"
+        assert (
+            convert("my [v2] models/é.safetensors", "--attention", "softmax").facts["source"]
+            == "checkpoint é.safetensors"
+        )
 
     def test_what_was_written_can_be_read_whatever_its_name(self, convert):
         for out in ("eco", "eco.pth"):
-            convert("ours.safetensors", out=out)
+            convert("ours.safetensors", "--attention", "eco", out=out)
             assert convert(out, "--attention", "softmax").facts["source"] == f"checkpoint {out}"
             pathlib.Path("out.safetensors").unlink()
 
@@ -150,7 +153,7 @@ class TestOut:
 
     def test_force(self, convert, tmp_path):
         (tmp_path / "out.safetensors").write_text("old")
-        assert kinds(convert("ours.safetensors", "--force").model)[OF_PYRAMID[0]] == "eco"
+        assert kinds(convert("ours.safetensors", "--force").model)[OF_PYRAMID[0]] == "sharp_eco"
 
     @pytest.mark.parametrize(
         "arguments",
@@ -158,7 +161,7 @@ class TestOut:
             ("missing.pth",),
             ("ours.safetensors", "--layers", "nothing.*"),
             ("ours.safetensors", "--set", "bits=0"),
-            ("ours.safetensors", "--fit", "empty"),
+            ("ours.safetensors", "--data", "empty"),
         ],
     )
     def test_a_failure_leaves_the_old_one(self, refused, tmp_path, arguments):
@@ -169,7 +172,7 @@ class TestOut:
     def test_may_be_in(self, convert, tmp_path):
         shutil.copy("ours.safetensors", "model.safetensors")
         done = convert("model.safetensors", "--force", out="model.safetensors")
-        assert kinds(done.model)[OF_PYRAMID[0]] == "eco"
+        assert kinds(done.model)[OF_PYRAMID[0]] == "sharp_eco"
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
     def test_needs_its_folder(self, refused):
@@ -214,7 +217,8 @@ class TestSettings:
         refused("bert", "--set", "local=3,3", words=["local=(3, 3)", "height and width"])
 
     def test_values_are_numbers_where_they_can_be(self, convert):
-        done = convert("ours.safetensors", "--set", "bits=8", "--set", "bias=official", "--set", "support=5")
+        settings = [f"--set={setting}" for setting in ("bits=8", "bias=official", "support=5")]
+        done = convert("ours.safetensors", "--attention", "eco", *settings)
         assert done.facts["config"] == {"bits": 8, "bias": "official", "support": 5}
         layers = [found.layer.attention for found in find_layers(done.model) if found.ours]
         assert [(layer.bias, layer.hasher.bits) for layer in layers] == [("official", 8)] * 3
@@ -227,9 +231,9 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("setting", "words"),
         [
-            ("nothing=1", "unknown setting 'nothing' of eco; choose from attn_drop, bias, bits"),
+            ("nothing=1", "unknown setting 'nothing' of sharp_eco; choose from attn_drop, bias, bits"),
             ("bit=8", "did you mean 'bits'?"),
-            ("bits=0", "bits must be at least 1, got 0"),
+            ("bits=0", ["bits", "at least 1, got 0"]),
             ("bits=many", ["bits", "'many'"]),
             ("layers=all", ["--set", "--layers"]),
             ("mechanism=softmax", ["--set", "--attention"]),
@@ -253,7 +257,7 @@ class TestUsage:
             (["a", "b", "--samples", "0"], "--samples"),
             (["a", "b", "--seed", "x"], "--seed"),
             (["a", "b", "--nothing"], "--nothing"),
-            (["a", "b", "--fit"], "--fit"),
+            (["a", "b", "--data"], "--data"),
         ],
     )
     def test_errors(self, cli, arguments, word):
@@ -265,8 +269,17 @@ class TestUsage:
     def test_help_shows_an_example(self, cli):
         done = cli("convert", "--help")
         assert (done.status, done.err) == (0, "")
-        assert "Example: ecoformer convert pvt_v2_b0 eco_b0.safetensors" in " ".join(done.out.split())
-        for option in ("--attention", "--layers", "--set", "--fit", "--samples", "--seed"):
+        assert "Example: ecoformer convert pvt_v2_b0 sharp_b0.safetensors" in " ".join(done.out.split())
+        for option in (
+            "--attention",
+            "--layers",
+            "--set",
+            "--data",
+            "--teach",
+            "--steps",
+            "--samples",
+            "--seed",
+        ):
             assert option in done.out
         for option in ("--model", "--pretrained", "--force", "--json"):
             assert option in done.out

@@ -15,7 +15,7 @@ VISION = {key: TEXT[key] for key in list(TEXT)[1:5]} | {"image_size": 32, "patch
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(chr(ord("a") + i) for i in range(26))]
 OF_PYRAMID = [f"stages.{stage}.blocks.0.attn" for stage in range(4)]
 OF_BERT = [f"encoder.layer.{layer}.attention.self" for layer in range(2)]
-QUICK = ("--set", "bits=2", "--set", "support=3")
+QUICK = ("--attention", "eco", "--set", "bits=2", "--set", "support=3")
 """For fitting within a second."""
 
 

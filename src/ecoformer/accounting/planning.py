@@ -314,9 +314,7 @@ def allocate(
         wanted = Choice(mechanism, dict(config), 0.0, 0.0)
         names = {name for name, choice in choices.items() if str(choice) == str(wanted)}
         if names:
-            convert(
-                model, mechanism, layers=lambda name, _, names=names: name in names, example=example, **config
-            )
+            convert(model, mechanism, layers=_named(names), example=example, **config)
     saved = 0.0
     for name, index in chosen.items():
         saved += options[name][0][0].energy_pj - choices[name].energy_pj

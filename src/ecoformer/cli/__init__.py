@@ -14,6 +14,7 @@ from ecoformer.cli.convert import convert
 from ecoformer.cli.cost import cost
 from ecoformer.cli.figure import figure
 from ecoformer.cli.info import info
+from ecoformer.cli.plan import plan
 from ecoformer.cli.report import demo, report
 from ecoformer.cli.simulate import simulate
 from ecoformer.cli.tables import tables
@@ -33,6 +34,7 @@ app.command()(cost)
 app.command()(demo)
 app.command("eval")(evaluate)
 app.command()(info)
+app.command()(plan)
 app.command()(train)
 app.command()(report)
 app.command()(tables)

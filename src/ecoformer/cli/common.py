@@ -27,6 +27,13 @@ _SYNONYMS = {"m": "support"}
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 MODEL_HELP = "A name (timm, Hugging Face, `lra_text`), a checkpoint, or a folder of `save_pretrained`."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+BEST = "sharp_eco"
+"""The mechanism to convert to, if none is named."""
+Attention = Annotated[str, typer.Option(help="The mechanism; `ecoformer info` lists them.")]
+Layers = Annotated[
+    list[str] | None,
+    typer.Option(help="Pattern of layer names, such as `stages.1.*`, or `all`; repeatable."),
+]
 Compare = Annotated[
     str, typer.Option(help="Mechanisms between commas: `softmax,eco`; `native` is the model as it is.")
 ]

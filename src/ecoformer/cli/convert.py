@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,11 +12,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from ecoformer.accounting import allocate
 from ecoformer.arguments import one_line
 from ecoformer.checkpoints import save
 from ecoformer.cli import common
 from ecoformer.cli.sources import Source, longest_text, open_model
 from ecoformer.conversion import convert as convert_model
+from ecoformer.conversion import distill, transfer
 from ecoformer.data.files import IMAGE_ENDINGS, find_files, read_image
 from ecoformer.hashing import fit_hashers, hashers_of
 from ecoformer.hashing.base import NOT_FITTED
@@ -22,18 +27,29 @@ from ecoformer.hashing.base import NOT_FITTED
 def convert(
     source: Annotated[str, typer.Argument(metavar="IN", help=common.MODEL_HELP)],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The safetensors file to write.")],
-    attention: Annotated[str, typer.Option(help="The mechanism; `ecoformer info` lists them.")] = "eco",
-    layers: Annotated[
-        list[str] | None,
-        typer.Option(help="Pattern of layer names, such as `stages.1.*`, or `all`; repeatable."),
-    ] = None,
+    attention: common.Attention = common.BEST,
+    layers: common.Layers = None,
     settings: common.Settings = None,
-    fit: Annotated[
-        Path | None,
-        typer.Option(help="Fit the hash functions on a folder of images, or a file with one text per line."),
+    data: Annotated[
+        Path | None, typer.Option(help="What to learn from: a folder of images, or a file of texts by line.")
     ] = None,
-    samples: Annotated[int, typer.Option(help="How many images or texts to fit on.", min=1)] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of the fitting.")] = 0,
+    teach: Annotated[
+        bool, typer.Option("--teach", help="Teach the converted model to do what IN does, with --data.")
+    ] = False,
+    steps: Annotated[
+        int, typer.Option(help="Steps of attention transfer, and again of distillation.", min=1)
+    ] = 600,
+    batch: Annotated[int, typer.Option(help="Images or texts of a step.", min=1)] = 32,
+    max_error: Annotated[
+        float | None,
+        typer.Option(help="With --teach: choose bits layer by layer, within this error of a layer.", min=0),
+    ] = None,
+    max_energy: Annotated[
+        float | None,
+        typer.Option(help="With --teach: choose bits layer by layer, within this share of energy.", min=0),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Images or texts to fit hash functions on.", min=1)] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of the fitting and of the order of the data.")] = 0,
     architecture: Annotated[
         str | None, typer.Option("--model", help="The timm model of a weights file.")
     ] = None,
@@ -45,34 +61,64 @@ def convert(
 ) -> None:
     """Replace the attention of a model and write it to a file that `ecoformer.load` reads.
 
-    Example: `ecoformer convert pvt_v2_b0 eco_b0.safetensors --attention eco --fit photos/`
+    With --data, hash functions are fitted. With --teach, each layer then learns from the original's layer,
+    and the model from the original's outputs. `ecoformer plan` tells beforehand whether it pays off.
+
+    Example: `ecoformer convert pvt_v2_b0 sharp_b0.safetensors --pretrained --data photos/ --teach`
     """
     _check_target(target, force)
     config = _config(settings or [])
-    if fit is not None and not fit.exists():
-        raise FileNotFoundError(f"--fit: no such folder or file: {fit}")
+    common.exclude(("--max-error", max_error is not None), ("--max-energy", max_energy is not None))
+    chooses = max_error is not None or max_energy is not None
+    if chooses and config:
+        raise ValueError("--max-error and --max-energy choose the settings of layers: leave out --set")
+    if (teach or chooses) and data is None:
+        raise ValueError("--teach needs --data: a folder of images, or a file with one text per line")
+    if chooses and not teach:
+        raise ValueError("--max-error and --max-energy need --teach")
+    if data is not None and not data.exists():
+        raise FileNotFoundError(f"--data: no such folder or file: {data}")
     opened = open_model(source, architecture=architecture, pretrained=pretrained, needs_weights=True)
-    report = convert_model(opened.model, attention, layers=layers or None, **config)
-    notes = [note for note in report.notes if note != NOT_FITTED]
-    if fit is None and len(notes) < len(report.notes):
-        notes.append("hash functions are not fitted: --fit takes a folder of images or a file of texts")
-    report = replace(report, notes=(*notes, *opened.notes))
+    batches = None if data is None else _Samples(opened, data, batch, seed)
+    model, show = opened.model, not as_json
+    teacher = copy.deepcopy(model) if teach else None
+    facts: dict[str, Any] = {"source": opened.what}
+    lines: list[str] = []
     fitted: list[str] = []
-    if fit is not None:
-        if not hashers_of(opened.model):
-            raise ValueError(f"--fit: {attention} has no hash functions to fit")
-        batch, samples = _sample_batch(opened, fit, samples)
-        names = fit_hashers(opened.model, [batch], samples=samples, seed=seed, progress=not as_json)
-        fitted = [name for name in names if hashers_of(opened.model)[name].learns]
-    written = save(opened.model, target)
-    facts = report.to_dict() | {"source": opened.what, "fitted": fitted, "written": str(written)}
+    if chooses and batches is not None:
+        example = next(iter(_Samples(opened, batches.path, 1, seed)))
+        limits: dict[str, Any] = {"loss": max_error, "energy": max_energy, "layers": layers or None}
+        made = allocate(model, batches, example, steps=steps, progress=show, **limits)
+        facts |= {"layers": {n: str(c) for n, c in made.layers.items()}, "energy": made.energy}
+        lines.append(str(made))
+    else:
+        report = convert_model(model, attention, layers=layers or None, **config)
+        notes = [note for note in report.notes if note != NOT_FITTED]
+        if batches is None and len(notes) < len(report.notes):
+            notes.append("hash functions are not fitted: --data takes a folder of images or a file of texts")
+        report = replace(report, notes=(*notes, *opened.notes))
+        facts |= report.to_dict()
+        lines.append(str(report))
+        if batches is not None and any(hasher.learns for hasher in hashers_of(model).values()):
+            names = fit_hashers(model, batches, samples=samples, seed=seed, progress=show)
+            fitted = [name for name in names if hashers_of(model)[name].learns]
+            lines.append(f"fitted {len(fitted)} hashers on {min(samples, len(batches))} samples of {data}")
+        elif batches is not None and not teach:
+            raise ValueError(f"--data: {attention} has no hash functions to fit: add --teach")
+        if teacher is not None and batches is not None:
+            passed = transfer(model, teacher, batches, steps=steps, progress=show)
+            facts["transfer"] = passed.final
+            lines.append(f"transfer: {passed}")
+    if teacher is not None and batches is not None:
+        learned = distill(model, teacher, batches, steps=steps, progress=show)
+        facts["distillation"] = [learned.outputs[0], learned.outputs[-1]]
+        lines.append(f"distillation: {learned}")
+    written = save(model, target)
+    facts |= {"fitted": fitted, "written": str(written)}
     if as_json:
         common.print_json(facts)
-        return
-    typer.echo(report)
-    if fitted:
-        typer.echo(f"fitted {len(fitted)} hashers on {samples} samples of {fit}")
-    typer.echo(f"wrote {written}")
+    else:
+        typer.echo("\n".join([*lines, f"wrote {written}"]))
 
 
 def _check_target(target: Path, force: bool) -> None:
@@ -92,50 +138,69 @@ def _config(settings: list[str]) -> dict[str, Any]:
     return config
 
 
-def _sample_batch(source: Source, path: Path, samples: int) -> tuple[Any, int]:
-    """The first samples as the model's input, and how many there are."""
-    if path.is_dir():
-        images = _images(source, path, samples)
-        return images, len(images)
-    if source.tokenizer is None:
-        remedy = "pass a folder of images"
-        if not hasattr(source.model, "pretrained_cfg"):
-            remedy = (
-                "convert a transformers folder that includes the tokeniser (tokenizer.save_pretrained), or "
-                "fit in Python with ecoformer.fit_hashers"
-            )
-        raise ValueError(f"--fit {path}: {source.what} has no tokeniser for texts: {remedy}")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--fit {path} is not UTF-8 text: {error}") from error
-    texts = [line for line in lines if line.strip()][:samples]
-    if not texts:
-        raise ValueError(f"--fit {path} is empty")
-    most = min(512, longest_text(source.model))
-    batch = source.tokenizer(texts, padding=True, truncation=True, max_length=most, return_tensors="pt")
-    return dict(batch), len(texts)
+class _Samples:
+    """Batches of a folder of images or a file of texts, as the model takes them, in a new order each time."""
 
+    def __init__(self, source: Source, path: Path, batch: int, seed: int) -> None:
+        self.source, self.path, self.batch, self.seed = source, path, batch, seed
+        self.items: list[Any] = self._image_files() if path.is_dir() else self._texts()
 
-def _images(source: Source, folder: Path, samples: int) -> Any:
-    files = find_files(folder, IMAGE_ENDINGS, deep=True)[:samples]
-    if not files:
-        raise ValueError(f"--fit {folder} has no images ({', '.join(IMAGE_ENDINGS)})")
-    transform: Any = source.images
-    if hasattr(source.model, "pretrained_cfg"):
-        from timm import data
+    def __len__(self) -> int:
+        return len(self.items)
 
-        timm_data: Any = data
-        settings = timm_data.resolve_model_data_config(source.model)
-        transform = timm_data.create_transform(**settings, is_training=False)
-    if transform is None:
-        raise ValueError(
-            f"--fit {folder}: {source.what} does not say how it prepares images (preprocessor_config.json)"
-        )
-    images = []
-    for file in files:
+    def __iter__(self) -> Iterator[Any]:
+        order = list(self.items)
+        random.Random(self.seed).shuffle(order)
+        self.seed += 1
+        for start in range(0, len(order), self.batch):
+            yield self._make(order[start : start + self.batch])
+
+    def _texts(self) -> list[str]:
+        if self.source.tokenizer is None:
+            remedy = "pass a folder of images"
+            if not hasattr(self.source.model, "pretrained_cfg"):
+                remedy = (
+                    "convert a transformers folder that includes the tokeniser "
+                    "(tokenizer.save_pretrained), or use ecoformer.transfer in Python"
+                )
+            raise ValueError(f"--data {self.path}: {self.source.what} has no tokeniser for texts: {remedy}")
         try:
-            images.append(transform(read_image(file)))
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--data {self.path} is not UTF-8 text: {error}") from error
+        texts = [line for line in lines if line.strip()]
+        if not texts:
+            raise ValueError(f"--data {self.path} is empty")
+        return texts
+
+    def _image_files(self) -> list[str]:
+        files = find_files(self.path, IMAGE_ENDINGS, deep=True)
+        if not files:
+            raise ValueError(f"--data {self.path} has no images ({', '.join(IMAGE_ENDINGS)})")
+        self.transform = self.source.transform
+        if hasattr(self.source.model, "pretrained_cfg"):
+            from timm import data
+
+            timm_data: Any = data
+            settings = timm_data.resolve_model_data_config(self.source.model)
+            self.transform = timm_data.create_transform(**settings, is_training=False)
+        if self.transform is None:
+            raise ValueError(
+                f"--data {self.path}: {self.source.what} does not say how it prepares images "
+                "(preprocessor_config.json)"
+            )
+        return files
+
+    def _make(self, items: list[Any]) -> Any:
+        if self.path.is_dir():
+            return torch.stack([self._image(file) for file in items])
+        most = min(512, longest_text(self.source.model))
+        tokenizer: Any = self.source.tokenizer
+        texts = tokenizer(items, padding=True, truncation=True, max_length=most, return_tensors="pt")
+        return dict(texts)
+
+    def _image(self, file: str) -> Any:
+        try:
+            return self.transform(read_image(file))
         except (OSError, ValueError) as error:
-            raise ValueError(f"--fit: {file} cannot be read as an image: {one_line(error)}") from error
-    return torch.stack(images)
+            raise ValueError(f"--data: {file} cannot be read as an image: {one_line(error)}") from error

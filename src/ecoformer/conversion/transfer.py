@@ -58,8 +58,8 @@ def transfer(
     batches: Iterable[Any],
     *,
     steps: int = 600,
-    lr: float = 1e-2,
-    projection_lr: float = 2e-4,
+    lr: float = 3e-2,
+    projection_lr: float = 1e-3,
     group: Group = None,
     forward: Forward | None = None,
     progress: bool = True,
@@ -181,4 +181,5 @@ def _layer_losses(pairs: LayerPairs, teacher: nn.Module, forward: Forward, batch
 
 
 def _first(out: Any) -> Tensor:
-    return out[0] if isinstance(out, tuple) else out
+    first: Tensor = out[0] if isinstance(out, tuple) else out
+    return first
