@@ -177,7 +177,7 @@ class _Samples:
         files = find_files(self.path, IMAGE_ENDINGS, deep=True)
         if not files:
             raise ValueError(f"--data {self.path} has no images ({', '.join(IMAGE_ENDINGS)})")
-        self.transform = self.source.transform
+        self.transform: Any = self.source.images
         if hasattr(self.source.model, "pretrained_cfg"):
             from timm import data
 
