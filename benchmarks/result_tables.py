@@ -1,7 +1,7 @@
 """Fill the tables of README.md and of pages under docs/ from the files under results/.
 
 A table stands between the lines `<!-- table: NAME -->` and `<!-- end of table -->`; NAME is a function here,
-in cost_tables.py or in gpu_tables.py.
+in cost_tables.py, gpu_tables.py or hash_tables.py.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 
 import cost_tables
 import gpu_tables
+import hash_tables
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS = ("results", "choosing", "cost", "bitfusion", "kernels", "kernels_gpu")
+DOCS = ("results", "choosing", "cost", "bitfusion", "kernels", "kernels_gpu", "hashing")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS))
 Table = list[list[str]]
 
@@ -320,7 +321,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         *cost_tables.MAKERS,
         *gpu_tables.MAKERS,
     )
-}
+} | hash_tables.MAKERS
 
 
 def filled(page: str) -> str:

@@ -64,7 +64,7 @@ def _plan(
         pieces = max(1, min(-(-threads // heads), max(keys, queries) // _LEAST))
     digit = digit_of(bits, channels, keys, group or 1)
     at = layout(dim, channels, samples, bits, digit, keys, group, apart, causal, backward)
-    return Plan(digit, pieces, state_rows(bits, group), padded(at.end), array("q", at))
+    return Plan(digit, pieces, state_rows(bits, group), padded(at["end"]), array("q", at.values()))
 
 
 class Launch:

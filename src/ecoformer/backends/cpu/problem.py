@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -96,79 +97,6 @@ class Problem(NamedTuple):
     kept_tallies: int
 
 
-class Layout(NamedTuple):
-    """Offsets in scratch memory: of fp32 numbers from its start, others from `integers`, in numbers."""
-
-    first: int
-    """The matrix that tokens are multiplied with, (D, m) or (D, b)."""
-    second: int
-    """The matrix that features are multiplied with, (m, b)."""
-    offset: int
-    mean: int
-    inverse: int
-    """1 / sigma."""
-    turned: int
-    """For the backward: the last matrix transposed, (b, m) or (b, D)."""
-    support: int
-    """For the backward: support samples (m, D)."""
-    keys: int
-    """The same from here on for the keys' own hash functions."""
-    scale: int
-    features: int
-    projections: int
-    buckets: int
-    tables: int
-    sums: int
-    """A state: its rows of fp32 numbers here, their tallies in fp64 at `tallies`."""
-    recent: int
-    """The sums of the current block in causal order."""
-    row: int
-    zeros: int
-    levels: int
-    """What a group counts by the bits that differ, for all values of these."""
-    items: int
-    """Rows that the tokens of a part of causal order read from each other, then their weights."""
-    grads: int
-    """From here to `integers` for the backward alone: the state's gradient, its tallies at `grad_tallies`."""
-    columns: int
-    """The state's rows of bits, transposed."""
-    dots: int
-    """Products of a block's rows with the derivatives, by the bits of their codes, of what these read."""
-    flips: int
-    """The same derivatives of tallies: for each group's values, or for all bits."""
-    weights: int
-    """Those of one token."""
-    same: int
-    """Products of one row with what each group reads; its tallies are at `same_tallies`."""
-    pair: int
-    """In causal order: derivatives of two tokens' affinity by bits; those of all levels at `level_flips`."""
-    level_flips: int
-    bit_grads: int
-    """Gradients of a block's bits."""
-    feature_grads: int
-    token_grads: int
-    weight_grads: int
-    integers: int
-    """Where integers and fp64 numbers begin, in fp32 numbers."""
-    counts: int
-    denominators: int
-    tallies: int
-    rows: int
-    """Where the rows are that a token reads."""
-    grad_tallies: int
-    """From here to `codes` for the backward alone."""
-    same_tallies: int
-    levels_grads: int
-    """For each group what the gradients of its scale and ratio are found from."""
-    divisors: int
-    """In causal order 1 / denominator, its gradient, and that of the number of keys, for each query."""
-    codes: int
-    """Codes, and after `tokens` of them a byte each that says whether they are NaN."""
-    tokens: int
-    end: int
-    """All of it, in bytes."""
-
-
 class Team(NamedTuple):
     """What the threads of a call share."""
 
@@ -214,7 +142,8 @@ class Worker(NamedTuple):
     """What one thread works with: the call, and its scratch memory by type of number."""
 
     p: Problem
-    at: Layout
+    at: Any
+    """`Layout`."""
     memory: Any
     """fp32."""
     exact: Any
@@ -223,12 +152,6 @@ class Worker(NamedTuple):
     """int64."""
     codes: Any
     nans: Any
-
-
-PROBLEM_SIZE, LAYOUT_SIZE, TEAM_SIZE = (len(each._fields) for each in (Problem, Layout, Team))
-GRADIENTS_SIZE = len(Gradients._fields)
-MEMBERS, TAKEN, FINISHED = range(3)
-"""Where a `Team` counts."""
 
 
 def padded(number: int) -> int:
@@ -257,50 +180,61 @@ def state_rows(bits: int, group: int) -> int:
 
 
 def layout(
-    dim: int,
-    channels: int,
-    samples: int,
-    bits: int,
-    digit: int,
-    keys: int,
-    group: int,
-    apart: bool,
-    causal: bool,
-    backward: bool,
-) -> Layout:
-    """Where everything is in a thread's scratch memory; `apart`: keys have their own hash functions."""
+    dim: int = 1,
+    channels: int = 1,
+    samples: int = 1,
+    bits: int = 1,
+    digit: int = 4,
+    keys: int = 1,
+    group: int = 0,
+    separate: bool = False,
+    causal: bool = False,
+    backward: bool = False,
+) -> dict[str, int]:
+    """Offsets in a thread's scratch memory, in numbers; `separate`: keys have their own hash functions.
+
+    fp32 numbers come first. From `integers` on there are fp64 numbers and integers of 64 bits, whose offsets
+    count from there. From `codes` on there are codes, and after `tokens` of them a byte each that says
+    whether they are NaN. `end` is the size of it all in bytes.
+    """
     m, d, b, c = padded(samples), padded(dim), padded(bits), padded(channels)
     rows, state = digits(bits, digit) << digit, state_rows(bits, group)
     more = int(backward)
     functions = {
-        "first": dim * (m if samples else b),
-        "second": samples * b,
+        "first": dim * (m if samples else b),  # the matrix that tokens are multiplied with, (D, m) or (D, b)
+        "second": samples * b,  # the matrix that features are multiplied with, (m, b)
         "offset": m,
         "mean": m,
-        "inverse": LANES,
+        "inverse": LANES,  # 1 / sigma
+        # For the backward: the last matrix transposed, (b, m) or (b, D), and support samples (m, D).
         "turned": more * bits * (m if samples else d),
         "support": more * samples * d,
     }
     size = sum(functions.values())
     floats = functions | {
-        "keys": size if apart else 0,
+        "keys": size if separate else 0,  # the same from here on for the keys' own hash functions
         "scale": BLOCK,
         "features": BLOCK * m,
         "projections": BLOCK * b,
         "buckets": rows * c,
         "tables": rows * c,
-        "sums": state * c,
-        "recent": state * c if causal else 0,
+        "sums": state * c,  # the rows of a state; their tallies are at `tallies`
+        "recent": state * c if causal else 0,  # the sums of the current block in causal order
         "row": c,
         "zeros": c,
-        "levels": padded(state),
+        "levels": padded(state),  # what a group counts by the bits that differ, for all values of these
+        # Rows that the tokens of a part of causal order read from each other, then their weights.
         "items": PART * (c + 1) if causal else 0,
+        # From here on for the backward alone: the state's gradient, its tallies at `grad_tallies`.
         "grads": more * state * c,
-        "columns": 0 if group else more * channels * b,
+        "columns": 0 if group else more * channels * b,  # the state's rows of bits, transposed
+        # Products of a block's rows with the derivatives, by the bits of their codes, of what these read.
         "dots": more * (BLOCK * b + LANES),
+        # The same derivatives of tallies: for each group's values, or for all bits; then those of one token.
         "flips": more * padded(state * group if group else bits),
         "weights": more * b,
-        "same": more * b,
+        "same": more * b,  # products of one row with what each group reads; tallies at `same_tallies`
+        # In causal order: derivatives of two tokens' affinity by bits, and those of all levels.
         "pair": more * b,
         "level_flips": padded(state * group) if backward and causal else 0,
         "bit_grads": more * BLOCK * b,
@@ -313,18 +247,30 @@ def layout(
         "counts": max(rows, state),
         "denominators": max(rows, state),
         "tallies": padded(state + 1),
-        "rows": padded(digits(bits, digit)),
+        "rows": padded(digits(bits, digit)),  # where the rows are that a token reads
+        # From here on for the backward alone.
         "grad_tallies": more * padded(state + 1),
         "same_tallies": more * b,
-        "levels_grads": more * padded(2 * bits),
+        "levels_grads": more * padded(2 * bits),  # what the gradients of scale and ratio are found from
+        # In causal order 1 / denominator, its gradient, and that of the number of keys, for each query.
         "divisors": 3 * tokens if backward and causal else 0,
     }
     at = dict(zip(floats, accumulate(floats.values(), initial=0), strict=False))
+    at["keys"] = size if separate else 0
+    at["integers"] = sum(floats.values())
     at |= dict(zip(integers, accumulate(integers.values(), initial=0), strict=False))
-    at["keys"] = size if apart else 0
-    at["integers"], at["codes"], at["tokens"] = sum(floats.values()), sum(integers.values()), tokens
+    at["codes"], at["tokens"] = sum(integers.values()), tokens
     at["end"] = at["integers"] * 4 + (at["codes"] + tokens) * 8 + tokens
-    return Layout(**at)
+    return at
+
+
+_namedtuple: Any = namedtuple
+Layout: Any = _namedtuple("Layout", layout())
+"""`layout` as the kernels read it."""
+PROBLEM_SIZE, LAYOUT_SIZE, TEAM_SIZE = (len(each._fields) for each in (Problem, Layout, Team))
+GRADIENTS_SIZE = len(Gradients._fields)
+MEMBERS, TAKEN, FINISHED = range(3)
+"""Where a `Team` counts."""
 
 
 def keep_for(call: FusedCall) -> list[Tensor]:

@@ -1,0 +1,76 @@
+"""The tables about hash functions in README.md and docs/hashing.md; `result_tables.py` fills them in."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+Table = list[list[str]]
+README = {
+    "learned": "learned (ours)",
+    "released solver": "learned, released solver's settings",
+    **{name: name for name in ("KLSH", "LSH", "sign")},
+}
+
+
+def quality(tokens: str) -> Table:
+    """Quality of all hashers on one kind of tokens."""
+    names = ("objective", "recall", "correlation")
+    rows = _quality()[tokens].values()
+    return [
+        ["hasher", "objective", "recall of top 10", "correlation"],
+        *([row["method"], *(_spread(row, name) for name in names)] for row in rows),
+    ]
+
+
+def quality_readme() -> Table:
+    """Objective and recall on images and texts."""
+    found, names = _quality(), ("objective", "recall")
+    kinds = (found["image patches"], found["text bytes"])
+    head = [f"{kind}: {name}" for kind in ("image patches", "text bytes") for name in names]
+    return [
+        ["hasher", *head],
+        *(
+            [label, *(_spread(rows[method], name) for rows in kinds for name in names)]
+            for method, label in README.items()
+        ),
+    ]
+
+
+def fit_speed() -> Table:
+    """Seconds to learn hash functions."""
+    figures = _figures("fit_speed")
+    rows, long = figures["rows"], figures["long"]
+    methods = dict.fromkeys(name for row in rows for name in row["seconds"])
+    table = [
+        ["", *(f"N = {row['tokens']}" for row in rows), f"N = {long['tokens']:,}, batch {long['batch']}"]
+    ]
+    for method in methods:
+        cells = [f"{row['seconds'][method]:.2f} s" if method in row["seconds"] else "" for row in rows]
+        last = f"{long['seconds']:.1f} s, {long['peak_rss_mb']:.0f} MB at the peak"
+        table.append([method, *cells, last if method == "ours, default" else ""])
+    return table
+
+
+def _quality() -> dict[str, dict[str, dict[str, Any]]]:
+    return {part["tokens"]: {row["method"]: row for row in part["rows"]} for part in _figures("hash_quality")}
+
+
+def _spread(row: dict[str, Any], name: str) -> str:
+    return f"{row[name]:.3f} ± {row[f'{name}_std']:.3f}"
+
+
+def _figures(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
+
+
+MAKERS = {
+    "quality_images": partial(quality, "image patches"),
+    "quality_raw_images": partial(quality, "image patches, not normalised"),
+    "quality_texts": partial(quality, "text bytes"),
+    "quality_readme": quality_readme,
+    "fit_speed": fit_speed,
+}
