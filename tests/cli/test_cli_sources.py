@@ -242,7 +242,7 @@ class TestHuggingFace:
         transformers.GPT2Model(config).save_pretrained(tmp_path / "gpt")
         assert cli("cost", "gpt").status == 0
         assert "no layer of gpt" in cli("simulate", "model", "gpt").err
-        (tmp_path / "gpt" / "tokenizer.json").write_text("{")  # which only --fit reads
+        (tmp_path / "gpt" / "tokenizer.json").write_text("{")  # which only --data reads
         assert "GPT2Attention" in cli("info", "gpt").out
 
     def test_a_converted_model_stays_converted(self, cli, tmp_path):
