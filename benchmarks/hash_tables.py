@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def _figures(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
 
 
-MAKERS = {
+MAKERS: dict[str, Callable[[], Table]] = {
     "quality_images": partial(quality, "image patches"),
     "quality_raw_images": partial(quality, "image patches, not normalised"),
     "quality_texts": partial(quality, "text bytes"),
