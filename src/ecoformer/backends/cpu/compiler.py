@@ -23,18 +23,17 @@ int32: Any = _numba.int32
 int64: Any = _numba.int64
 float32: Any = _numba.float32
 float64: Any = _numba.float64
-populate_array: Any = importlib.import_module("numba.np.arrayobj").populate_array
 to_fixed_tuple: Any = importlib.import_module("numba.np.unsafe.ndarray").to_fixed_tuple
 intrinsic: Callable[[Any], Any] = _extending.intrinsic
 
 
 def compiled(function: F) -> F:
-    """A function that is compiled once. Only compiled code can call it.
+    """A function that is compiled once.
 
     It is not cached by itself: it would be found again although one that it calls has changed. What threads
     call is cached with all that it holds, by a digest of all sources.
     """
-    made: F = _numba.njit(**_OPTIONS, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    made: F = _numba.njit(**_OPTIONS)(function)
     return made
 
 

@@ -21,6 +21,8 @@ from ecoformer.backends.cpu.problem import (
     Gradients,
     Problem,
     Worker,
+    padded,
+    state_rows,
 )
 from ecoformer.backends.cpu.rows import combine_row, scale_row
 from ecoformer.backends.cpu.sums import (
@@ -38,17 +40,10 @@ from ecoformer.backends.cpu.sums import (
     tabulate_bits,
     total_weight,
 )
-from ecoformer.backends.cpu.vectors import (
-    count_rows,
-    dot,
-    dot_flips,
-    doubles,
-    floats,
-    octets,
-    round_up,
-    signed_sum,
-)
+from ecoformer.backends.cpu.vectors import dot, dot_flips, doubles, floats, octets, signed_sum
 
+_padded = inlined(padded)
+_state_rows = inlined(state_rows)
 _ZERO = np.float32(0)
 
 
@@ -64,7 +59,7 @@ def prepare_flips(w: Worker, sums: int, tally: int) -> None:
 @compiled
 def _prepare_group_flips(w: Worker, tally: int) -> None:
     p, exact = w.p, w.exact
-    for row in range(count_rows(p.bits, p.group)):
+    for row in range(_state_rows(p.bits, p.group)):
         for r in range(p.group):
             half = 0.5 if (row >> r) & 1 else -0.5
             difference = exact[tally + row] - exact[tally + (row ^ (int64(1) << r))]
@@ -73,7 +68,7 @@ def _prepare_group_flips(w: Worker, tally: int) -> None:
 
 @compiled
 def _prepare_columns(w: Worker, sums: int, tally: int) -> None:
-    p, at, wide, wide_b = w.p, w.at, round_up(w.p.channels), round_up(w.p.bits)
+    p, at, wide, wide_b = w.p, w.at, _padded(w.p.channels), _padded(w.p.bits)
     for i in range(p.channels * wide_b):
         w.memory[at.columns + i] = _ZERO
     for r in range(p.bits):
@@ -87,7 +82,7 @@ def block_dots(w: Worker, x: Any, x0: int, stride: int, count: int) -> None:
     """For the paper's affinity: `dots` of a block of rows x."""
     p, at = w.p, w.at
     if not p.group:
-        product(x, x0, stride, count, p.channels, w.memory, at.columns, round_up(p.bits), at.dots)
+        product(x, x0, stride, count, p.channels, w.memory, at.columns, _padded(p.bits), at.dots)
 
 
 @inlined
@@ -96,7 +91,7 @@ def flip_bits(w: Worker, code: int, x: Any, x0: int, sums: int, tally: int, dots
     p, at, memory = w.p, w.at, w.memory
     if not p.group:
         return at.flips
-    size, low = round_up(p.channels) << p.group, (int64(1) << p.group) - 1
+    size, low = _padded(p.channels) << p.group, (int64(1) << p.group) - 1
     for j in range(p.bits // p.group):
         value, first = (code >> (j * p.group)) & low, j * p.group
         same = dot_flips(
@@ -125,7 +120,7 @@ def add_levels(w: Worker, code: int, bits: int, dots: float, weights: float) -> 
 def begin_gradients(w: Worker) -> None:
     """Clear what is summed over a part."""
     p, at = w.p, w.at
-    for i in range((p.samples if p.samples else p.dim) * round_up(p.bits)):
+    for i in range((p.samples if p.samples else p.dim) * _padded(p.bits)):
         w.memory[at.weight_grads + i] = _ZERO
     for i in range(2 * p.bits):
         w.exact[at.levels_grads + i] = 0.0
@@ -135,7 +130,7 @@ def begin_gradients(w: Worker) -> None:
 def save_weights(w: Worker, to: int, unit: int) -> None:
     """Write the gradient of hash functions, summed over a part."""
     if to:
-        size = (w.p.samples if w.p.samples else w.p.dim) * round_up(w.p.bits)
+        size = (w.p.samples if w.p.samples else w.p.dim) * _padded(w.p.bits)
         scale_row(floats(to), unit * size, w.memory, w.at.weight_grads, size, float32(1))
 
 
@@ -167,8 +162,8 @@ def sum_dots(w: Worker, code: int, x: Any, x0: int, sums: int, dots: int) -> Any
         for j in range(p.bits // p.group):
             total += memory[at.same + j]
         return total
-    last = dot(x, x0, memory, sums + p.bits * round_up(p.channels), p.channels)
-    return float64(signed_sum(memory, dots, round_up(p.bits), code)) + doubles(p.constant)[0] * last
+    last = dot(x, x0, memory, sums + p.bits * _padded(p.channels), p.channels)
+    return float64(signed_sum(memory, dots, _padded(p.bits), code)) + doubles(p.constant)[0] * last
 
 
 @inlined
@@ -222,9 +217,9 @@ def query_gradients(w: Worker, g: Gradients, unit: int, batch: int, head: int, f
 def _query_block(
     w: Worker, g: Gradients, group: int, batch: int, head: int, begin: int, count: int, total: float
 ) -> None:
-    p, at, wide = w.p, w.at, round_up(w.p.bits)
+    p, at, wide = w.p, w.at, _padded(w.p.bits)
     queries, token = floats(p.q), batch * p.q_batch + head * p.q_head + begin * p.q_token
-    broken = w.exact[at.tallies + count_rows(p.bits, p.group)] != 0.0
+    broken = w.exact[at.tallies + _state_rows(p.bits, p.group)] != 0.0
     codes = group * p.keys + begin
     if p.k:
         codes = int64(0)
@@ -241,7 +236,7 @@ def _query_block(
         by = divisor(p, head, below, total, broken or w.nans[codes + t] != 0)
         inverse = 1.0 / float64(by)
         falls, counted = denominator_gradient(p, head, above, below, inverse, total)
-        w.exact[at.grad_tallies + count_rows(p.bits, p.group)] += counted
+        w.exact[at.grad_tallies + _state_rows(p.bits, p.group)] += counted
         combine_row(w.memory, bits, w.memory, dots, w.memory, weights, wide, float32(inverse), float32(falls))
         if g.levels:
             add_levels(w, code, bits, inverse, falls)
@@ -252,7 +247,7 @@ def _query_block(
 @inlined
 def no_bit_gradients(w: Worker, count: int) -> None:
     """Clear those of a block."""
-    for i in range(count * round_up(w.p.bits)):
+    for i in range(count * _padded(w.p.bits)):
         w.memory[w.at.bit_grads + i] = _ZERO
 
 
@@ -261,7 +256,7 @@ def finish_queries(
     w: Worker, g: Gradients, group: int, batch: int, head: int, begin: int, count: int
 ) -> None:
     """From the bits of the block of queries that was hashed last to tokens; keep shared ones for the keys."""
-    p, wide = w.p, round_up(w.p.bits)
+    p, wide = w.p, _padded(w.p.bits)
     if not p.k:
         bits = (group * p.keys + begin) * wide
         scale_row(floats(g.bits), bits, w.memory, w.at.bit_grads, count * wide, float32(1))
@@ -274,7 +269,7 @@ def finish_queries(
 @inlined
 def begin_keys(w: Worker, g: Gradients, group: int, begin: int, count: int) -> None:
     """Bit gradients of a block of keys: what their tokens have as queries, if codes are shared."""
-    p, wide = w.p, round_up(w.p.bits)
+    p, wide = w.p, _padded(w.p.bits)
     if p.k:
         no_bit_gradients(w, count)
     else:
@@ -298,7 +293,7 @@ def finish_keys(w: Worker, g: Gradients, batch: int, head: int, begin: int, coun
 def key_gradients(w: Worker, g: Gradients, unit: int, batch: int, head: int, first: int, last: int) -> None:
     """Keys `first` to `last` from the gradient of the state, which is where the state was."""
     p, at = w.p, w.at
-    counted = w.exact[at.tallies + count_rows(p.bits, p.group)]
+    counted = w.exact[at.tallies + _state_rows(p.bits, p.group)]
     tabulate(w, head)
     prepare_flips(w, at.sums, at.tallies)
     begin_gradients(w)
@@ -311,7 +306,7 @@ def key_gradients(w: Worker, g: Gradients, unit: int, batch: int, head: int, fir
 def _key_block(
     w: Worker, g: Gradients, group: int, batch: int, head: int, begin: int, count: int, counted: float
 ) -> None:
-    p, at, wide = w.p, w.at, round_up(w.p.bits)
+    p, at, wide = w.p, w.at, _padded(w.p.bits)
     keys, token = floats(p.k if p.k else p.q), batch * p.k_batch + head * p.k_head + begin * p.k_token
     codes = int64(0) if p.k else group * p.keys + begin
     if p.k or g.q or g.weight:

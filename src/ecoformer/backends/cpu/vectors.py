@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from inspect import Parameter, Signature
 from typing import Any
 
-from ecoformer.backends.cpu.compiler import cgutils, compiled, intrinsic, ir, populate_array, types
-from ecoformer.backends.cpu.problem import LANES, digits, state_rows
+from ecoformer.backends.cpu.compiler import carray, cgutils, inlined, intrinsic, ir, types
 
+LANES = 16
 TILE = 6
 """Tokens of a tile: its 6 x 16 sums and their factors fill the 16 registers of 8 lanes that most have."""
 
@@ -155,17 +155,16 @@ row_outer = _tile(1, transposed=True)
 
 def _numbers(kind: Any) -> Any:
     """A function that makes an array, of unknown length, of the numbers at an address."""
-    array, size, many = types.Array(kind, 1, "C"), integer(kind.bitwidth // 8), integer(1 << 40)
+    pointer_type, many = types.CPointer(kind), 1 << 40
+    llvm = {types.float32: F32, types.float64: ir.DoubleType(), types.int64: I64, types.uint8: ir.IntType(8)}
 
-    def code(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        made = context.make_array(array)(context, builder)
-        data = builder.inttoptr(arguments[0], made.data.type)
-        populate_array(made, data=data, shape=[many], strides=[size], itemsize=size, meminfo=None)
-        return made._getvalue()
+    @emitted("i", pointer_type)
+    def pointer(builder: Any, address: Any) -> Any:
+        return builder.inttoptr(address, llvm[kind].as_pointer())
 
-    @intrinsic
-    def numbers(_: Any, address: Any) -> Any:
-        return array(types.int64), code
+    @inlined
+    def numbers(address: int) -> Any:
+        return carray(pointer(address), (many,))
 
     return numbers
 
@@ -174,13 +173,6 @@ floats = _numbers(types.float32)
 doubles = _numbers(types.float64)
 integers = _numbers(types.int64)
 octets = _numbers(types.uint8)
-count_digits, count_rows = compiled(digits), compiled(state_rows)
-
-
-@emitted("i", types.int64)
-def round_up(builder: Any, number: Any) -> Any:
-    """The next multiple of a vector's lanes, as `problem.padded`."""
-    return builder.and_(builder.add(number, integer(LANES - 1)), integer(-LANES))
 
 
 @emitted("ai", types.int64)
