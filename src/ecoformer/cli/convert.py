@@ -19,6 +19,7 @@ from ecoformer.cli import common
 from ecoformer.cli.sources import Source, longest_text, open_model
 from ecoformer.conversion import convert as convert_model
 from ecoformer.conversion import distill, transfer
+from ecoformer.conversion.convert import RANDOM_PLANES
 from ecoformer.data.files import IMAGE_ENDINGS, find_files, read_image
 from ecoformer.hashing import fit_hashers, hashers_of
 from ecoformer.hashing.base import NOT_FITTED
@@ -93,8 +94,10 @@ def convert(
         lines.append(str(made))
     else:
         report = convert_model(model, attention, layers=layers or None, **config)
-        notes = [note for note in report.notes if note != NOT_FITTED]
-        if batches is None and len(notes) < len(report.notes):
+        notes = [
+            note for note in report.notes if note != NOT_FITTED and not (teach and note == RANDOM_PLANES)
+        ]
+        if batches is None and NOT_FITTED in report.notes:
             notes.append("hash functions are not fitted: --data takes a folder of images or a file of texts")
         report = replace(report, notes=(*notes, *opened.notes))
         facts |= report.to_dict()

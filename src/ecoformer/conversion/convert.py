@@ -23,6 +23,8 @@ from ecoformer.running import eval_mode
 RECORD = "ecoformer_conversions"
 """Attribute of a converted model: what was done to it, so that a checkpoint can do it again."""
 
+RANDOM_PLANES = "codes come from random hyperplanes on queries and keys: transfer and distill, or fine-tune"
+
 
 @dataclass(frozen=True)
 class ReplacedLayer:
@@ -326,7 +328,7 @@ def _notes(model: nn.Module, pairs: list[tuple[Found, Attention]]) -> list[str]:
     if not all(attention.hasher.is_fitted for attention in hashed):
         notes.append(NOT_FITTED)
     if any(attention.projects_to_codes for attention in hashed):
-        notes.append("codes come from random hyperplanes on queries and keys: fine-tune or distill the model")
+        notes.append(RANDOM_PLANES)
     return notes
 
 
