@@ -46,14 +46,26 @@ def run_on_meta(model: nn.Module, example: Any) -> None:
     """
     tensors = (*model.named_parameters(), *model.named_buffers())
     state = {name: x.to("meta").requires_grad_(x.requires_grad) for name, x in tensors}
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
     if isinstance(example, Mapping):
-        needed = {key: _meta(x) for key, x in example.items() if not _masks_nothing(model, key, x)}
-        torch.func.functional_call(model, state, (), needed)
-        return
-    if isinstance(example, Sequence) and all(isinstance(size, int) for size in example):
+        kwargs = {key: _meta(x) for key, x in example.items() if not _masks_nothing(model, key, x)}
+    elif isinstance(example, Sequence) and all(isinstance(size, int) for size in example):
         dtype = next((x.dtype for x in state.values() if x.is_floating_point()), torch.float32)
-        example = torch.empty(tuple(example), dtype=dtype, device="meta")
-    torch.func.functional_call(model, state, (_meta(example),))
+        args = (torch.empty(tuple(example), dtype=dtype, device="meta"),)
+    else:
+        args = (_meta(example),)
+    kept: list[tuple[Any, Any]] = [
+        (each, dict(each)) for m in model.modules() for each in (m._parameters, m._buffers)
+    ]
+    try:
+        torch.func.functional_call(model, state, args, kwargs)
+    finally:
+        for (
+            each,
+            before,
+        ) in kept:  # functional_call does not give modules that are used twice their weights back
+            each.update(before)
 
 
 NOT_TAKEN = (RuntimeError, ValueError, TypeError, AssertionError, IndexError, AttributeError)

@@ -4,10 +4,14 @@ import copy
 
 import pytest
 import torch
-from test_distill import BATCHES, QUIET, SEEN, Classifier, bert, pair, state, tokens, unchanged
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from test_distill import BATCHES, DIM, QUIET, SEEN, Classifier, N, bert, pair, state, tokens, unchanged
 from torch import nn
 
+import ecoformer
 from ecoformer import Transfer, convert, transfer
+from ecoformer.accounting.planning import Choice, _within_energy
 
 
 @pytest.mark.parametrize("mechanism", ["sharp_eco", "lsh_eco", "performer"])
@@ -123,3 +127,114 @@ def test_mistakes_leave_the_student_unchanged():
     student.requires_grad_(False)
     with pytest.raises(ValueError, match="frozen"):
         transfer(student, teacher, BATCHES, steps=2, **QUIET)
+
+
+class Repeats(nn.Module):
+    """One layer, three times."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(DIM, 2, 24, batch_first=True)
+        self.layers = nn.ModuleList([layer] * 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_layers_that_are_used_several_times():
+    student = Repeats()
+    teacher = copy.deepcopy(student)
+    convert(student, "sharp_eco")
+    result = transfer(student, teacher, BATCHES, steps=1, lr=0.0, projection_lr=0.0, **QUIET)
+    student.eval(), teacher.eval()
+    x, found = BATCHES[0], []
+    with torch.no_grad():
+        for block in teacher.layers:
+            target = block.self_attn(x, x, x, need_weights=False)[0]
+            answer = student.layers[0].self_attn.attention(x)
+            found.append(float((answer - target).square().mean() / target.square().mean()))
+            x = block(x)
+    assert list(result.final.values()) == pytest.approx([sum(found) / 3], rel=1e-4)
+
+
+def test_planning_leaves_models_with_shared_layers_alone():
+    model = Repeats()
+    before = state(model)
+    for _ in range(2):
+        plan = ecoformer.plan(model, "sharp_eco", (1, N, DIM))
+        assert len(plan.rows) == 2
+        assert plan.rows[0].seconds > 0
+        assert unchanged(model, before)
+        ecoformer.cost(model, (1, N, DIM), accounting="exact")
+        assert unchanged(model, before)
+    made = ecoformer.allocate(model, BATCHES, (1, N, DIM), loss=1e9, steps=1, **QUIET)
+    assert len(made.layers) == 1
+    model(BATCHES[0])
+
+
+def test_a_frozen_layer_stays():
+    student, teacher = pair("sharp_eco")
+    student.encoder.layers[0].self_attn.requires_grad_(False)
+    before = state(student.encoder.layers[0])
+    transfer(student, teacher, BATCHES, steps=3, **QUIET)
+    assert unchanged(student.encoder.layers[0], before)
+
+
+def test_two_dimensional_local_branches_see_the_grid():
+    timm = pytest.importorskip("timm")
+    teacher = timm.create_model("test_vit", dynamic_img_size=True, num_classes=3)
+    student = copy.deepcopy(teacher)
+    convert(student, "sharp_eco", local=(3, 3))
+    images = torch.randn(2, 3, 32, 96)
+    result = transfer(student, teacher, [images], steps=2, **QUIET)
+    assert len(result.layers) == len(student.blocks)
+    assert student.blocks[0].attn.image.grid == (32 // 16, 96 // 16)
+
+
+def test_float16_does_not_end_in_weights_that_are_not_finite():
+    student, teacher = pair("softmax")
+    with pytest.raises(FloatingPointError, match="float32"):
+        transfer(student.half(), teacher.half(), [x.half() for x in BATCHES], steps=4, **QUIET)
+    assert all(bool(p.isfinite().all()) for p in student.parameters())
+
+
+def _learn_on_rank(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    student = Classifier()
+    teacher = copy.deepcopy(student)
+    convert(student, "sharp_eco")
+    teacher.load_state_dict(torch.load(f"{folder}/teacher.pt", weights_only=True))
+    result = transfer(student, teacher, [tokens(rank)], steps=2, **QUIET)
+    torch.save({"losses": result.layers, "state": student.state_dict()}, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+def test_ranks_learn_the_same(tmp_path):
+    torch.save(Classifier().state_dict(), tmp_path / "teacher.pt")
+    mp.spawn(_learn_on_rank, args=(str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert first["losses"] == second["losses"]
+    for name, value in first["state"].items():
+        assert torch.equal(value, second["state"][name])
+
+
+def test_choices_within_an_energy():
+    a = [
+        (Choice(None, {}, 0.0, 5.0), None),
+        (Choice("x", {}, 0.3, 1.0), None),
+        (Choice("y", {}, 0.1, 2.0), None),
+    ]
+    b = [(Choice(None, {}, 0.0, 9.0), None), (Choice("x", {}, 0.5, 1.0), None)]
+    options = {"a": a, "b": b}
+    assert _within_energy(options, 1.0, 14.0) == {"a": 0, "b": 0}
+    assert _within_energy(options, 3 / 14, 14.0) == {"a": 2, "b": 1}
+    assert _within_energy(options, 2 / 14, 14.0) == {"a": 1, "b": 1}
+    with pytest.raises(ValueError, match="cheapest choice"):
+        _within_energy(options, 1 / 14, 14.0)
+    for wrong in ({}, {"loss": 1.0, "energy": 1.0}, {"loss": -1.0}, {"loss": 1.0, "candidates": []}):
+        with pytest.raises(ValueError, match=r"loss|candidates"):
+            ecoformer.allocate(Classifier(), BATCHES, (1, N, DIM), **wrong)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ecoformer.accounting.ledger import Ledger, cost
 from ecoformer.conversion import Transfer, convert, transfer
 from ecoformer.conversion.convert import unwrapped
 from ecoformer.conversion.layers import Selection
+from ecoformer.conversion.learning import several_ranks
 from ecoformer.hashing import fit_hashers, hashers_of
 from ecoformer.hashing.fitting import move, run
 from ecoformer.running import NOT_TAKEN, eval_mode, not_taken, without_fast_path
@@ -111,8 +113,8 @@ def plan(
     """What `convert(model, mechanism, ...)` would gain, layer by layer, against the model as it is.
 
     Energy is that of everything executed, by the exact accounting of the CPU kernels. Times are medians of
-    forward passes on the model's device, layers timed one by one, both models in turns. The model is left as
-    it was.
+    forward passes on the model's device: of both models in turns, and then of their layers one by one. The
+    model is left as it was.
 
     Args:
         model: any module that `convert` takes.
@@ -157,70 +159,87 @@ def _example(model: nn.Module, input_size: Any) -> Any:
     """An input that the model can run on."""
     tensor = next(iter(model.parameters()), torch.empty(0))
     if isinstance(input_size, Sequence) and all(isinstance(size, int) for size in input_size):
-        return torch.randn(*input_size, device=tensor.device, dtype=tensor.dtype)
+        images = torch.randn(*input_size, generator=torch.Generator().manual_seed(0))
+        return images.to(tensor.device, tensor.dtype)
     return move(input_size, tensor.device)
 
 
 @torch.no_grad()
-def _measure(
-    models: Sequence[nn.Module], names: list[str], example: Any, seconds: float = 1.0, most: int = 20
-) -> list[dict[str, float]]:
-    """Median seconds of each layer and of the entire model (""), the models in turns."""
-    timers = [_Timers(model, names) for model in models]
-    with ExitStack() as around:
-        around.enter_context(eval_mode(*models))
-        around.enter_context(without_fast_path())
-        for timer in timers:
-            around.callback(timer.close)
-        start, rounds = time.perf_counter(), 0
-        try:
-            while rounds < 3 or (rounds < most and time.perf_counter() - start < seconds):
-                for model in models:
-                    run(model, example)
-                rounds += 1
-                if rounds == 1:  # compiles kernels
-                    start = time.perf_counter()
-                    for timer in timers:
-                        timer.clear()
-        except NOT_TAKEN as error:
-            raise not_taken(models[0], example, error) from error
-    return [timer.medians() for timer in timers]
+def _measure(models: Sequence[nn.Module], names: list[str], example: Any) -> list[dict[str, float]]:
+    """Median seconds of the entire models (""), in turns, and then of each of their layers."""
+    found = []
+    try:
+        with eval_mode(*models):
+            totals = _rounds([partial(_seconds_of, model, example) for model in models])
+            with without_fast_path():  # which passes layers by
+                for model, total in zip(models, totals, strict=True):
+                    with _LayerTimes(model, names) as layers:
+                        _rounds([partial(layers.round, model, example)])
+                    found.append({"": total} | layers.medians())
+    except NOT_TAKEN as error:
+        raise not_taken(models[0], example, error) from error
+    return found
 
 
-class _Timers:
-    """Times of a model and of some layers, taken by hooks."""
+def _rounds(calls: Sequence[Callable[[], float]], seconds: float = 1.0, most: int = 20) -> list[float]:
+    """Medians of calls made in turns, after one each to compile what they need."""
+    for call in calls:
+        call()
+    times: list[list[float]] = [[] for _ in calls]
+    start = time.perf_counter()
+    while len(times[0]) < 3 or (len(times[0]) < most and time.perf_counter() - start < seconds):
+        for call, found in zip(calls, times, strict=True):
+            found.append(call())
+    return [median(found) for found in times]
+
+
+def _seconds_of(model: nn.Module, example: Any) -> float:
+    start = _now(model)
+    run(model, example)
+    return _now(model) - start
+
+
+def _now(module: nn.Module) -> float:
+    """The time when the module's device has done all its work."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+class _LayerTimes:
+    """Seconds of some layers in each forward pass, taken by hooks; a layer may be called several times."""
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
-        self.is_cuda = any(parameter.is_cuda for parameter in model.parameters())
-        self.found: dict[str, list[float]] = {name: [] for name in (*names, "")}
+        self.rounds: list[dict[str, float]] = []
+        self._layers = {name: model.get_submodule(name) for name in names}
         self._starts: dict[str, float] = {}
+
+    def __enter__(self) -> _LayerTimes:
         self._hooks = []
-        for name in self.found:
-            module = model.get_submodule(name)
-            self._hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._start(name)))
-            self._hooks.append(module.register_forward_hook(lambda *_, name=name: self._stop(name)))
+        for name, layer in self._layers.items():
+            self._hooks.append(layer.register_forward_pre_hook(partial(self._start, name)))
+            self._hooks.append(layer.register_forward_hook(partial(self._stop, name)))
+        return self
 
-    def _now(self) -> float:
-        if self.is_cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def _start(self, name: str) -> None:
-        self._starts[name] = self._now()
-
-    def _stop(self, name: str) -> None:
-        self.found[name].append(self._now() - self._starts[name])
-
-    def clear(self) -> None:
-        for times in self.found.values():
-            times.clear()
-
-    def medians(self) -> dict[str, float]:
-        return {name: median(times) if times else 0.0 for name, times in self.found.items()}
-
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
         for hook in self._hooks:
             hook.remove()
+
+    def _start(self, name: str, layer: nn.Module, *_: Any) -> None:
+        self._starts[name] = _now(layer)
+
+    def _stop(self, name: str, layer: nn.Module, *_: Any) -> None:
+        self.rounds[-1][name] += _now(layer) - self._starts[name]
+
+    def round(self, model: nn.Module, example: Any) -> float:
+        """Run the model once."""
+        self.rounds.append(dict.fromkeys(self._layers, 0.0))
+        return _seconds_of(model, example)
+
+    def medians(self) -> dict[str, float]:
+        """Without the first round, which compiles."""
+        return {name: median(times[name] for times in self.rounds[1:]) for name in self._layers}
 
 
 @dataclass(frozen=True)
@@ -281,8 +300,9 @@ def allocate(
         batches: as in `transfer`; a list or a data loader, because it is read for every candidate.
         input_size: as in `cost`.
         loss: the largest error of a layer; each takes its cheapest choice within it.
-        energy: the largest energy of the converted model, as a share of what it takes now; layers take the
-            choices with the smallest errors that fit. Pass either `loss` or `energy`.
+        energy: the largest energy of the converted model, as a share of what it takes now. Layers start with
+            their cheapest choices; what is left is spent where an error falls most per picojoule. Pass either
+            `loss` or `energy`.
         candidates: mechanisms with their arguments.
         layers: which layers may change, as in `convert`.
         table: an energy table, as in `cost`.
@@ -290,6 +310,11 @@ def allocate(
     """
     if (loss is None) == (energy is None):
         raise ValueError("pass either loss= or energy=")
+    for name, value in (("loss", loss), ("energy", energy)):
+        if value is not None and not value >= 0:
+            raise ValueError(f"{name} must be at least 0, got {value}")
+    if not candidates:
+        raise ValueError("candidates is empty: name at least one mechanism")
     model = unwrapped(model)
     before, example = _ledger(model, input_size, table), _example(model, input_size)
     options: dict[str, list[tuple[Choice, nn.Module | None]]] = {}
@@ -297,7 +322,12 @@ def allocate(
         trial = copy.deepcopy(model)
         report = convert(trial, mechanism, layers=layers, example=example, **config)
         if any(hasher.learns for hasher in hashers_of(trial).values()):
-            fit_hashers(trial, batches, progress=False)
+            group = transfer_arguments.get("group")
+            if group is None and several_ranks():
+                group = dist.group.WORLD
+            fit_hashers(
+                trial, batches, group=group, forward=transfer_arguments.get("forward"), progress=False
+            )
         found: Transfer = transfer(trial, model, batches, **transfer_arguments)
         energies = layer_energies(_ledger(trial, input_size, table), found.final)
         native = layer_energies(before, found.final)

@@ -71,8 +71,10 @@ def convert(
     config = _config(settings or [])
     common.exclude(("--max-error", max_error is not None), ("--max-energy", max_energy is not None))
     chooses = max_error is not None or max_energy is not None
-    if chooses and config:
-        raise ValueError("--max-error and --max-energy choose the settings of layers: leave out --set")
+    if chooses and (config or attention != common.BEST):
+        raise ValueError(
+            "--max-error and --max-energy choose the bits of sharp_eco: leave out --attention and --set"
+        )
     if (teach or chooses) and data is None:
         raise ValueError("--teach needs --data: a folder of images, or a file with one text per line")
     if chooses and not teach:
@@ -87,11 +89,11 @@ def convert(
     lines: list[str] = []
     fitted: list[str] = []
     if chooses and batches is not None:
-        example = next(iter(_Samples(opened, batches.path, 1, seed)))
+        example = batches.largest()
         limits: dict[str, Any] = {"loss": max_error, "energy": max_energy, "layers": layers or None}
         made = allocate(model, batches, example, steps=steps, progress=show, **limits)
         facts |= {"layers": {n: str(c) for n, c in made.layers.items()}, "energy": made.energy}
-        lines.append(str(made))
+        lines += [str(made), *(f"note: {note}" for note in opened.notes)]
     else:
         report = convert_model(model, attention, layers=layers or None, **config)
         notes = [
@@ -157,6 +159,10 @@ class _Samples:
         self.seed += 1
         for start in range(0, len(order), self.batch):
             yield self._make(order[start : start + self.batch])
+
+    def largest(self) -> Any:
+        """An image, or the longest text."""
+        return self._make([self.items[0] if self.path.is_dir() else max(self.items, key=len)])
 
     def _texts(self) -> list[str]:
         if self.source.tokenizer is None:

@@ -33,6 +33,7 @@ def check_models(student: nn.Module, teacher: nn.Module) -> None:
 
 def layer_pairs(student: nn.Module, teacher: nn.Module) -> LayerPairs:
     """The converted layers of the student and the teacher's layers of the same names."""
+    student, teacher = inner_model(student), inner_model(teacher)
     converted = [name for name, module in student.named_modules() if isinstance(module, (Adapter, Attention))]
     outermost = [n for n in converted if not any(n.startswith(f"{other}.") for other in converted)]
     modules = dict(teacher.named_modules())
@@ -45,6 +46,13 @@ def layer_pairs(student: nn.Module, teacher: nn.Module) -> LayerPairs:
             "pass the model as it was before convert"
         )
     return {name: (student.get_submodule(name), modules[name]) for name in outermost}
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """The model inside `DistributedDataParallel` and `torch.compile`, whose wrappers prefix all names."""
+    while isinstance(model, nn.parallel.DistributedDataParallel) or "_orig_mod" in model._modules:
+        model = model.get_submodule("_orig_mod" if "_orig_mod" in model._modules else "module")
+    return model
 
 
 def several_ranks() -> bool:
@@ -63,9 +71,22 @@ def learn(
     """Make `steps` steps, each on one batch; rates rise over the first tenth and fall like a cosine.
 
     `backward(batch, step)` computes gradients; it returns the loss and what the progress bar shows. Gradients
-    are clipped to norm 1. A loss or gradient that is not finite stops the training and restores the last
-    weights that gave finite ones.
+    are clipped to norm 1. A loss, gradient or weight that is not finite stops the training and restores the
+    last weights that gave finite ones.
     """
+    try:
+        _learn(optimiser, batches, steps, backward, progress)
+    finally:
+        optimiser.zero_grad()
+
+
+def _learn(
+    optimiser: torch.optim.Optimizer,
+    batches: Iterable[Any],
+    steps: int,
+    backward: Callable[[Any, int], tuple[Tensor, str]],
+    progress: bool,
+) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, steps))
     parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
     last_good = [parameter.detach().clone() for parameter in parameters]
@@ -77,8 +98,7 @@ def learn(
             with torch.no_grad():
                 if not bool(loss.isfinite() & norm.isfinite()):
                     torch._foreach_copy_(parameters, last_good)
-                    rates = ", ".join(f"{group['initial_lr']:.3g}" for group in optimiser.param_groups[:1])
-                    remedy = f"lower lr={rates}" if step else "check the inputs and the models' weights"
+                    remedy = "check the inputs, lower lr, or train in float32" if step else "check the inputs"
                     raise FloatingPointError(
                         f"loss {float(loss)} with a gradient of norm {float(norm)} at step {step}; the last "
                         f"weights that gave finite ones are restored: {remedy}"
@@ -87,7 +107,13 @@ def learn(
             optimiser.step()
             schedule.step()
             advance(shown)
-    optimiser.zero_grad()
+    with torch.no_grad():
+        if not all(bool(parameter.isfinite().all()) for parameter in parameters):
+            torch._foreach_copy_(parameters, last_good)
+            raise FloatingPointError(
+                "the last step gave weights that are not finite; those before it are restored: lower lr, or "
+                "train in float32"
+            )
 
 
 def check_steps(batches: Iterable[Any], steps: int) -> None:
@@ -133,7 +159,7 @@ def relative_mse(x: Tensor, target: Tensor) -> Tensor:
 def without_padding(x: Tensor, batch: Any) -> Tensor:
     """The tokens of `x` that the batch's attention mask, if any, does not mark as padding."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or x.shape[:2] != mask.shape:
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or x.ndim != 3 or x.shape[:2] != mask.shape:
         return x
     return x[mask.bool()]
 

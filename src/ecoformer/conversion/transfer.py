@@ -19,12 +19,14 @@ from ecoformer.conversion.learning import (
     check_models,
     check_steps,
     course,
+    inner_model,
     layer_pairs,
     learn,
     relative_mse,
     several_ranks,
     without_padding,
 )
+from ecoformer.conversion.rules import Adapter, ImageGrid
 from ecoformer.hashing.fitting import Forward, Group, run
 from ecoformer.running import eval_mode, without_fast_path
 
@@ -91,31 +93,36 @@ def transfer(
     """
     check_steps(batches, steps)
     check_models(student, teacher)
-    if isinstance(student, nn.parallel.DistributedDataParallel):
-        student = student.module
+    if isinstance(group, str) and group != "alone":
+        raise ValueError(f'group must be a process group, None or "alone", got {group!r}')
+    student, teacher = inner_model(student), inner_model(teacher)
     pairs = layer_pairs(student, teacher)
+    grids = _grids(student, teacher)
     ranks = several_ranks() and group != "alone"
+    process_group = group if isinstance(group, dist.ProcessGroup) else None
+    if ranks:  # before rates are set by the size of weights
+        for tensor in (*student.parameters(), *student.buffers()):
+            dist.broadcast(tensor.detach(), group=process_group, group_src=0)
     groups = _parameter_groups([pair[0] for pair in pairs.values()], lr, projection_lr)
     parameters = [parameter for each in groups for parameter in each["params"]]
     if not parameters:
         raise ValueError(f"every parameter of the student's layers ({type(student).__name__}) is frozen")
-    process_group = group if isinstance(group, dist.ProcessGroup) else None
-    if ranks:
-        for tensor in (*student.parameters(), *student.buffers()):
-            dist.broadcast(tensor.detach(), group=process_group, group_src=0)
     losses: dict[str, list[float]] = {name: [] for name in pairs}
 
     def backward(batch: Any, step: int) -> tuple[Tensor, str]:
-        found = _layer_losses(pairs, teacher, forward or run, batch)
+        found = _layer_losses(pairs, grids, teacher, forward or run, batch)
         if ranks:
             for parameter in parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG, group=process_group)
-        for name, loss in zip(found, torch.stack(list(found.values())).tolist(), strict=True):
+                _average(parameter.grad, process_group)
+        values = torch.stack([found[name] for name in pairs])
+        if ranks:
+            _average(values, process_group)
+        for name, loss in zip(pairs, values.tolist(), strict=True):
             losses[name].append(loss)
-        worst = max(found, key=lambda name: losses[name][-1])
-        total = torch.stack(list(found.values())).mean()
+        worst = max(pairs, key=lambda name: losses[name][-1])
+        total = values.mean()
         return total, f"transfer, loss {float(total):.3g}, largest {losses[worst][-1]:.3g} in {worst}"
 
     optimiser = torch.optim.AdamW(groups, weight_decay=0)
@@ -147,9 +154,28 @@ def _parameter_groups(layers: list[nn.Module], lr: float, projection_lr: float) 
     return groups + [each for each in more if each["params"]]
 
 
-def _layer_losses(pairs: LayerPairs, teacher: nn.Module, forward: Forward, batch: Any) -> dict[str, Tensor]:
+def _average(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    """The mean over the ranks, in place; not every library behind torch.distributed averages by itself."""
+    dist.all_reduce(tensor, group=group)
+    tensor /= dist.get_world_size(group)
+
+
+def _grids(student: nn.Module, teacher: nn.Module) -> list[tuple[nn.Module, ImageGrid]]:
+    """Grids that layers read from the student's patch convolution, with the teacher's, which runs."""
+    names = {module: name for name, module in student.named_modules()}
+    images = {m.image for m in student.modules() if isinstance(m, Adapter) and m.image is not None}
+    return [(teacher.get_submodule(names[i.patches]), i) for i in images if i.patches is not None]
+
+
+def _layer_losses(
+    pairs: LayerPairs,
+    grids: list[tuple[nn.Module, ImageGrid]],
+    teacher: nn.Module,
+    forward: Forward,
+    batch: Any,
+) -> dict[str, Tensor]:
     """The loss of every layer; gradients are added to the layers' parameters as the teacher reaches them."""
-    found: dict[str, Tensor] = {}
+    found: dict[str, list[Tensor]] = {}
 
     def make_hook(name: str, layer: nn.Module) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -162,12 +188,15 @@ def _layer_losses(pairs: LayerPairs, teacher: nn.Module, forward: Forward, batch
                         f"{shape(target)}: pass the model as it was before convert"
                     )
                 loss = relative_mse(without_padding(answer, batch), without_padding(target, batch))
-                torch.autograd.backward(loss)
-            found[name] = loss.detach() + found.get(name, 0)
+                if loss.requires_grad:
+                    torch.autograd.backward(loss)
+            found.setdefault(name, []).append(loss.detach())
 
         return hook
 
     with ExitStack() as hooks, torch.no_grad():
+        for patches, image in grids:
+            hooks.callback(patches.register_forward_hook(image).remove)
         for name, (layer, original) in pairs.items():
             handle = original.register_forward_hook(make_hook(name, layer), with_kwargs=True)
             hooks.callback(handle.remove)
@@ -177,7 +206,7 @@ def _layer_losses(pairs: LayerPairs, teacher: nn.Module, forward: Forward, batch
         raise ValueError(
             f"the teacher's forward pass never reached {', '.join(missed)}: convert other layers only"
         )
-    return found
+    return {name: torch.stack(losses).mean() for name, losses in found.items()}
 
 
 def _first(out: Any) -> Tensor:
