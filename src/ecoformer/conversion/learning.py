@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -74,23 +75,11 @@ def learn(
     are clipped to norm 1. A loss, gradient or weight that is not finite stops the training and restores the
     last weights that gave finite ones.
     """
-    try:
-        _learn(optimiser, batches, steps, backward, progress)
-    finally:
-        optimiser.zero_grad()
-
-
-def _learn(
-    optimiser: torch.optim.Optimizer,
-    batches: Iterable[Any],
-    steps: int,
-    backward: Callable[[Any, int], tuple[Tensor, str]],
-    progress: bool,
-) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, steps))
     parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
     last_good = [parameter.detach().clone() for parameter in parameters]
-    with progress_bar(steps, progress) as advance:
+    with ExitStack() as after, progress_bar(steps, progress) as advance:
+        after.callback(optimiser.zero_grad)
         for step, batch in enumerate(_repeat(batches, steps)):
             optimiser.zero_grad()
             loss, shown = backward(move(batch, parameters[0].device), step)
