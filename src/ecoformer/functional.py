@@ -22,7 +22,7 @@ from ecoformer.arguments import (
     packed_width,
     shape,
 )
-from ecoformer.backends import eager, fused
+from ecoformer.backends import eager, exported, fused
 from ecoformer.backends.choice import pick, requested, warn_if_requested
 from ecoformer.backends.hashing import Functions, Signs, check_functions, sign_ste, transforming
 
@@ -91,7 +91,9 @@ def eco_attention(
         )
     k = None if k is q else k
     affinity = _affinity(affinity, bias, hasher.bits)
-    if group is None and not affinity.own_value and not (transforming() or _watched()):
+    # An exported graph that is to be trained, or that is causal, consists of eager's steps.
+    stepwise = exported.exporting() and (is_causal or getattr(hasher, "training", False))
+    if group is None and not affinity.own_value and not (stepwise or transforming() or _watched()):
         functions, key_functions = hasher.functions(), None if key_hasher is None else key_hasher.functions()
         if functions is not None and (key_hasher is None or key_functions is not None):
             if isinstance(functions, Signs) and isinstance(key_functions, Signs):
@@ -145,6 +147,8 @@ def _fused(given: tuple[Any, ...], affinity: Affinity, is_causal: bool, wanted: 
         return None
     tensors = (q, k, v, mask, key_weight, functions, key_functions)
     call = fused.FusedCall(*tensors, scale, ratio, floor, constant or 0.0, is_causal)
+    if exported.exporting():
+        return exported.attention(call)
     needs_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in call.differentiable()
     )
@@ -288,7 +292,9 @@ def causal_product(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def _product() -> eager.Product:
-    """The registered operator; under `torch.func` plain PyTorch, which its transforms see through."""
+    """The registered operator; under `torch.func` and in exports plain PyTorch."""
+    if exported.exporting():
+        return exported.causal_product
     return eager.causal_product if transforming() else eager.registered_product
 
 

@@ -117,7 +117,7 @@ def test_mistakes():
         EcoAttention(DIM, HEADS, bias="none")
     with pytest.raises(ValueError, match=r"^attn_drop must be 0"):
         EcoAttention(DIM, HEADS, attn_drop=0.1)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'bit'"):
+    with pytest.raises(TypeError, match="unknown setting 'bit'"):
         EcoAttention(DIM, HEADS, bit=4)
 
 

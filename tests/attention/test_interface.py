@@ -8,7 +8,7 @@ import torch
 
 from ecoformer import FitOptions, create_attention, hashers_of, list_attentions, register_attention
 from ecoformer import attention as mechanisms
-from ecoformer.attention import Attention, attention_class, registry
+from ecoformer.attention import Attention, EcoAttention, attention_class, registry
 
 for found in pkgutil.iter_modules(mechanisms.__path__, f"{mechanisms.__name__}."):
     importlib.import_module(found.name)
@@ -247,12 +247,25 @@ def test_a_mechanism_of_ones_own(monkeypatch):
     assert MeanOfAll.name == "mean_of_all"
 
 
+@pytest.mark.parametrize(
+    ("layer", "given"), [(torch.float32, torch.float16), (torch.bfloat16, torch.float32)]
+)
+def test_another_dtype_than_the_weights(layer, given):
+    module, x = make("softmax").to(layer), tokens().to(given)
+    with pytest.raises(ValueError, match=rf"^x is {given}, .* softmax are {layer}: pass x.to\({layer}\)"):
+        module(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module(x).dtype is torch.bfloat16
+
+
 def test_unknown_settings_are_told_with_the_known_ones():
     known = r"choose from attn_drop, bias, bits, .*local, .*, support, surrogate, trainable$"
     with pytest.raises(TypeError, match=rf"^unknown setting 'bit' of eco \(did you mean 'bits'\?\); {known}"):
         create_attention("eco", 32, 2, bit=8)
     with pytest.raises(TypeError, match=r"^unknown setting 'bits' of performer; choose from .*features"):
         create_attention("performer", 32, 2, bits=8)
+    with pytest.raises(TypeError, match=r"^unknown setting 'bit' of eco"):
+        EcoAttention(32, 2, bit=8)
 
 
 def test_missing_arguments_name_the_mechanism():
@@ -273,6 +286,6 @@ def test_a_known_setting_is_never_said_to_be_unknown(monkeypatch):
 
 
 def test_settings_of_a_mechanism():
-    assert {"features", "seed", "temperature", "local"} <= registry.settings_of("fp_eco")
-    assert {"bits", "support", "sigma", "bias", "qkv_bias"} <= registry.settings_of("eco")
-    assert "bits" not in registry.settings_of("softmax")
+    assert {"features", "seed", "temperature", "local"} <= attention_class("fp_eco").settings()
+    assert {"bits", "support", "sigma", "bias", "qkv_bias"} <= attention_class("eco").settings()
+    assert "bits" not in attention_class("softmax").settings()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+from inspect import Parameter, signature
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_autocast_enabled, nn
 from typing_extensions import Self
 
 from ecoformer.arguments import shape
@@ -19,6 +22,7 @@ from ecoformer.attention.weights import (
     shared_parts,
     unread_parameters,
 )
+from ecoformer.backends.exported import rows
 from ecoformer.operations import Described
 
 _LEARNED = ("local", "affinity", "key_weights")
@@ -30,6 +34,16 @@ def head_dim_of(dim: int, num_heads: int) -> int:
     if num_heads < 1 or dim < 1 or dim % num_heads:
         raise ValueError(f"dim must be a multiple of num_heads, got dim={dim} and num_heads={num_heads}")
     return dim // num_heads
+
+
+def unknown_setting(key: str, mechanisms: Iterable[type[Attention]]) -> str:
+    """The message for a keyword argument that none of the mechanisms has."""
+    classes = list(mechanisms)
+    known = sorted(set().union(*(cls.settings() for cls in classes)))
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    names = " or ".join(getattr(cls, "name", cls.__name__) for cls in classes)
+    return f"unknown setting {key!r} of {names}{hint}; choose from {', '.join(known)}"
 
 
 class Attention(Described, SharesTokens, nn.Module):
@@ -81,7 +95,12 @@ class Attention(Described, SharesTokens, nn.Module):
         proj_drop: float = 0.0,
         local: int | tuple[int, int] = 0,
         out_proj: bool = True,
+        **unknown: Any,
     ) -> None:
+        for name in unknown:
+            if name in self.settings():  # a subclass passes on what is its own
+                raise TypeError(f"Attention.__init__() got an unexpected keyword argument {name!r}")
+            raise TypeError(unknown_setting(name, [type(self)]))
         super().__init__()
         self.dim, self.num_heads, self.head_dim = dim, num_heads, head_dim_of(dim, num_heads)
         if attn_drop and not self.has_weights:
@@ -95,6 +114,17 @@ class Attention(Described, SharesTokens, nn.Module):
         self.proj: nn.Linear | nn.Identity = nn.Linear(dim, dim) if out_proj else nn.Identity()
         self.proj_drop = nn.Dropout(proj_drop)
         self.local = LocalBranch(dim, local) if local else None
+
+    @classmethod
+    def settings(cls) -> set[str]:
+        """Names of the keyword arguments of the constructor, those of the base classes included."""
+        return {
+            parameter.name
+            for base in cls.__mro__
+            if issubclass(base, Attention) and "__init__" in vars(base)
+            for parameter in signature(vars(base)["__init__"]).parameters.values()
+            if parameter.kind is Parameter.KEYWORD_ONLY
+        }
 
     @classmethod
     @torch.no_grad()
@@ -166,31 +196,41 @@ class Attention(Described, SharesTokens, nn.Module):
         self._check(x, key_padding_mask, is_causal)
         q, k, v = self._project(x)
         out = self.attend(q, k, v, key_padding_mask, is_causal, **self._token_terms(x))
-        out = out.transpose(1, 2).flatten(2)
+        out = out.squeeze(1) if self.num_heads == 1 else out.transpose(1, 2).flatten(2)
         if self.local is not None:
             out = out + self.local(v.transpose(1, 2).flatten(2), key_padding_mask, is_causal, grid, prefix)
-        result: Tensor = self.proj_drop(self.proj(out))
+        result: Tensor = self.proj_drop(self.proj(rows(out)).view(x.shape))
         return result
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.shared_qk:
-            q = self._heads(self.qk(x))
-            return q, q, self._heads(self.v(x))
-        q, k, v = (self._heads(part) for part in self.qkv(x).chunk(3, dim=-1))
+            q = self._heads(self.qk(rows(x)), x)
+            return q, q, self._heads(self.v(rows(x)), x)
+        q, k, v = (self._heads(part, x) for part in self.qkv(rows(x)).chunk(3, dim=-1))
         return q, k, v
 
     def _token_terms(self, x: Tensor) -> dict[str, Tensor]:
         """What `attend` takes besides queries, keys and values, by name."""
         return {}
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], self.num_heads, x.shape[-1] // self.num_heads).transpose(1, 2)
+    def _heads(self, projected: Tensor, x: Tensor) -> Tensor:
+        """Projections of the tokens `x` as (B, H, N, channels of a head)."""
+        (batch, n), width = x.shape[:2], projected.shape[-1] // self.num_heads
+        if self.num_heads == 1:
+            return projected.view(batch, 1, n, width)
+        return projected.view(batch, n, self.num_heads, width).transpose(1, 2)
 
     def _check(self, x: Tensor, key_padding_mask: Tensor | None, is_causal: bool) -> None:
         if x.ndim != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x must be (B, N, {self.dim}), got {shape(x)}")
         if not x.is_floating_point() or x.shape[1] < 1:
             raise ValueError(f"x must be floating point with N >= 1 tokens, got {x.dtype} {shape(x)}")
+        weight = getattr(self.qk if self.shared_qk else self.qkv, "weight", x)
+        if x.dtype != weight.dtype and weight.is_floating_point() and not is_autocast_enabled(x.device.type):
+            raise ValueError(
+                f"x is {x.dtype}, but the weights of {self.name} are {weight.dtype}: pass "
+                f"x.to({weight.dtype}), convert the model with model.to({x.dtype}), or use torch.autocast"
+            )
         if is_causal and not self.supports_causal:
             raise ValueError(f"is_causal=True is not supported by {self.name}")
         if key_padding_mask is None:

@@ -6,12 +6,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from typing_extensions import Self
 
 from ecoformer.affinity import Affinity, Bias
 from ecoformer.attention.base import Attention, head_dim_of
 from ecoformer.attention.registry import register_attention
 from ecoformer.attention.weights import Projections, owner_of
+from ecoformer.backends.exported import exporting, power_of_two, rows
 from ecoformer.backends.hashing import Surrogate
 from ecoformer.functional import eco_attention
 from ecoformer.hashing import Hasher, KernelHasher, KlshHasher, LshHasher, SignHasher
@@ -66,11 +68,11 @@ class KeyWeights(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens (B, N, dim) to weights (B, H, N) in the dtype of projections, where they are exact."""
-        projected = self.exponent(x)
+        projected = self.exponent(rows(x)).view(*x.shape[:2], self.exponent.out_features).transpose(1, 2)
         scale = _EXPONENT_GAIN / LARGEST_EXPONENT
         exponent = LARGEST_EXPONENT * torch.tanh(_wide(projected) * scale)
         rounded = exponent + (exponent.round() - exponent).detach()
-        return torch.exp2(rounded).to(projected.dtype).transpose(1, 2)
+        return power_of_two(rounded).to(projected.dtype)
 
 
 class HashedAttention(Attention):
@@ -149,12 +151,16 @@ class HashedAttention(Attention):
         )
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        v = self._heads(self.v(x))
-        projected = self.qk(x)
         if not self.separate:
-            q = self._heads(projected)
-            return q, q, v
-        q, k = (self._heads(part) for part in projected.chunk(2, dim=-1))
+            return super()._project(x)
+        tokens = rows(x)
+        if exporting() and type(self.qk) is nn.Linear:  # two products instead of one that is then cut
+            weight, bias, half = self.qk.weight, self.qk.bias, self.qk.out_features // 2
+            parts = (slice(None, half), slice(half, None))
+            projected = [F.linear(tokens, weight[p], None if bias is None else bias[p]) for p in parts]
+        else:
+            projected = list(self.qk(tokens).chunk(2, dim=-1))
+        q, k, v = (self._heads(part, x) for part in (*projected, self.v(tokens)))
         return q, k, v
 
     def _token_terms(self, x: Tensor) -> dict[str, Tensor]:

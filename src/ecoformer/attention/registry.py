@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Callable, Iterable
-from inspect import Parameter, signature
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ecoformer.attention.base import Attention
@@ -51,30 +49,9 @@ def create_attention(name: str, dim: int, num_heads: int, **kwargs: Any) -> Atte
         raise constructor_error(name, error) from error
 
 
-def settings_of(mechanism: str) -> set[str]:
-    """Names of the keyword arguments of a mechanism's constructor."""
-    return {
-        parameter.name
-        for cls in attention_class(mechanism).__mro__
-        if issubclass(cls, Attention) and "__init__" in vars(cls)
-        for parameter in signature(vars(cls)["__init__"]).parameters.values()
-        if parameter.kind is Parameter.KEYWORD_ONLY
-    }
-
-
-def unknown_setting(key: str, mechanisms: Iterable[str]) -> str:
-    """The message for a setting that none of the mechanisms has."""
-    names = list(mechanisms)
-    known = sorted(set().union(*map(settings_of, names)))
-    close = difflib.get_close_matches(key, known, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"unknown setting {key!r} of {' or '.join(names)}{hint}; choose from {', '.join(known)}"
-
-
 def constructor_error(mechanism: str, error: TypeError) -> TypeError:
-    """A constructor's error in terms of the mechanism's settings."""
-    odd = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-    if odd and odd[1] not in settings_of(mechanism):
-        return TypeError(unknown_setting(odd[1], [mechanism]))
+    """A constructor's error, with the mechanism's name."""
+    if str(error).startswith("unknown setting"):
+        return error
     name = attention_class(mechanism).__name__
     return TypeError(f"{mechanism}: {error} (see help(ecoformer.attention.{name}))")

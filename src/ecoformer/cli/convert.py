@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from ecoformer.accounting import allocate
-from ecoformer.arguments import one_line
 from ecoformer.checkpoints import save
 from ecoformer.cli import common
-from ecoformer.cli.sources import Source, longest_text, open_model
+from ecoformer.cli.samples import Samples, check_target
+from ecoformer.cli.sources import open_model
 from ecoformer.conversion import convert as convert_model
 from ecoformer.conversion import distill, transfer
 from ecoformer.conversion.convert import RANDOM_PLANES
-from ecoformer.data.files import IMAGE_ENDINGS, find_files, read_image
 from ecoformer.hashing import fit_hashers, hashers_of
 from ecoformer.hashing.base import NOT_FITTED
 
@@ -54,9 +50,7 @@ def convert(
     architecture: Annotated[
         str | None, typer.Option("--model", help="The timm model of a weights file.")
     ] = None,
-    pretrained: Annotated[
-        bool, typer.Option("--pretrained", help="Load the trained weights of a model given by its name.")
-    ] = False,
+    pretrained: common.Pretrained = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite OUT.")] = False,
     as_json: common.AsJson = False,
 ) -> None:
@@ -67,7 +61,7 @@ def convert(
 
     Example: `ecoformer convert pvt_v2_b0 sharp_b0.safetensors --pretrained --data photos/ --teach`
     """
-    _check_target(target, force)
+    check_target(target, force)
     config = _config(settings or [])
     common.exclude(("--max-error", max_error is not None), ("--max-energy", max_energy is not None))
     chooses = max_error is not None or max_energy is not None
@@ -81,8 +75,10 @@ def convert(
         raise ValueError("--max-error and --max-energy need --teach")
     if data is not None and not data.exists():
         raise FileNotFoundError(f"--data: no such folder or file: {data}")
-    opened = open_model(source, architecture=architecture, pretrained=pretrained, needs_weights=True)
-    batches = None if data is None else _Samples(opened, data, batch, seed)
+    with common.progress(as_json) as progress:
+        progress(f"opening {source}")
+        opened = open_model(source, architecture=architecture, pretrained=pretrained, needs_weights=True)
+    batches = None if data is None else Samples(opened, data, batch, seed)
     model, show = opened.model, not as_json
     teacher = copy.deepcopy(model) if teach else None
     facts: dict[str, Any] = {"source": opened.what}
@@ -123,16 +119,7 @@ def convert(
     if as_json:
         common.print_json(facts)
     else:
-        typer.echo("\n".join([*lines, f"wrote {written}"]))
-
-
-def _check_target(target: Path, force: bool) -> None:
-    if target.is_dir():
-        raise IsADirectoryError(f"OUT must be a file, but {target} is a folder")
-    if target.exists() and not force:
-        raise FileExistsError(f"OUT: {target} exists; choose another name or pass --force")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"OUT: no such folder: {target.parent}")
+        common.say("\n".join([*lines, f"wrote {written}"]))
 
 
 def _config(settings: list[str]) -> dict[str, Any]:
@@ -141,75 +128,3 @@ def _config(settings: list[str]) -> dict[str, Any]:
     for key in config.keys() & options.keys():
         raise ValueError(f"--set {key} is not an argument of the mechanism: use {options[key]}")
     return config
-
-
-class _Samples:
-    """Batches of a folder of images or a file of texts, as the model takes them, in a new order each time."""
-
-    def __init__(self, source: Source, path: Path, batch: int, seed: int) -> None:
-        self.source, self.path, self.batch, self.seed = source, path, batch, seed
-        self.items: list[Any] = self._image_files() if path.is_dir() else self._texts()
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __iter__(self) -> Iterator[Any]:
-        order = list(self.items)
-        random.Random(self.seed).shuffle(order)
-        self.seed += 1
-        for start in range(0, len(order), self.batch):
-            yield self._make(order[start : start + self.batch])
-
-    def largest(self) -> Any:
-        """An image, or the longest text."""
-        return self._make([self.items[0] if self.path.is_dir() else max(self.items, key=len)])
-
-    def _texts(self) -> list[str]:
-        if self.source.tokenizer is None:
-            remedy = "pass a folder of images"
-            if not hasattr(self.source.model, "pretrained_cfg"):
-                remedy = (
-                    "convert a transformers folder that includes the tokeniser "
-                    "(tokenizer.save_pretrained), or use ecoformer.transfer in Python"
-                )
-            raise ValueError(f"--data {self.path}: {self.source.what} has no tokeniser for texts: {remedy}")
-        try:
-            lines = self.path.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--data {self.path} is not UTF-8 text: {error}") from error
-        texts = [line for line in lines if line.strip()]
-        if not texts:
-            raise ValueError(f"--data {self.path} is empty")
-        return texts
-
-    def _image_files(self) -> list[str]:
-        files = find_files(self.path, IMAGE_ENDINGS, deep=True)
-        if not files:
-            raise ValueError(f"--data {self.path} has no images ({', '.join(IMAGE_ENDINGS)})")
-        self.transform: Any = self.source.images
-        if hasattr(self.source.model, "pretrained_cfg"):
-            from timm import data
-
-            timm_data: Any = data
-            settings = timm_data.resolve_model_data_config(self.source.model)
-            self.transform = timm_data.create_transform(**settings, is_training=False)
-        if self.transform is None:
-            raise ValueError(
-                f"--data {self.path}: {self.source.what} does not say how it prepares images "
-                "(preprocessor_config.json)"
-            )
-        return files
-
-    def _make(self, items: list[Any]) -> Any:
-        if self.path.is_dir():
-            return torch.stack([self._image(file) for file in items])
-        most = min(512, longest_text(self.source.model))
-        tokenizer: Any = self.source.tokenizer
-        texts = tokenizer(items, padding=True, truncation=True, max_length=most, return_tensors="pt")
-        return dict(texts)
-
-    def _image(self, file: str) -> Any:
-        try:
-            return self.transform(read_image(file))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--data: {file} cannot be read as an image: {one_line(error)}") from error

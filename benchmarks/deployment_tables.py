@@ -1,0 +1,72 @@
+"""Tables about exported models, from results/deployment.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+Table = list[list[str]]
+NAMES = ("native", "softmax", "eco", "sharp_eco")
+PATH = Path(__file__).resolve().parent.parent / "results" / "deployment.json"
+
+
+def deployment_latency() -> Table:
+    """Milliseconds by runtime and size, and the size of the file."""
+    figures = _figures()
+    files = [f"{figures['sizes'][name] / 1e6:.1f}" for name in NAMES]
+    rows = [
+        [row["runtime"], str(row["size"]), *(_number(row["median_ms"].get(name)) for name in NAMES)]
+        for row in figures["latency"]
+    ]
+    first = ["", "", "", f"{min(figures['start_up_s']):.2f}"]
+    start = ["seconds from starting Python to the first result, ONNX Runtime", "224", *first]
+    return [["runtime", "pixels", *NAMES], *rows, ["ONNX file, MB", "any", *files], start]
+
+
+def deployment_speed() -> Table:
+    """How many times as fast as native and softmax."""
+    pairs = [f"{name} over {other}" for name in ("eco", "sharp_eco") for other in ("native", "softmax")]
+    rows = [
+        [
+            row["runtime"],
+            str(row["size"]),
+            *(f"{row['speed'][p]:.2f}" if p in row["speed"] else "" for p in pairs),
+        ]
+        for row in _figures()["latency"]
+    ]
+    return [["runtime", "pixels", *pairs], *rows]
+
+
+def deployment_checks() -> Table:
+    """Errors of ONNX Runtime against PyTorch."""
+    rows = [
+        [
+            row["model"],
+            row["attention"],
+            str(row["checked"]),
+            f"{row['error']:.0e}",
+            f"{row['same_top1']:.0%}",
+        ]
+        for row in _figures()["checks"]
+    ]
+    return [["model", "attention", "batches", "largest error", "same top-1"], *rows]
+
+
+def deployment_runtimes() -> Table:
+    """What other runtimes computed by slower code, at 224 pixels."""
+    rows = [
+        [runtime, name, note]
+        for runtime, sizes in _figures()["notes"].items()
+        for name, note in sizes.get("224", {}).items()
+    ]
+    return [["runtime", "attention", "what was left"], *rows]
+
+
+def _figures() -> dict[str, Any]:
+    figures: dict[str, Any] = json.loads(PATH.read_text())["figures"]
+    return figures
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
