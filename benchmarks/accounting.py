@@ -1,10 +1,11 @@
-"""The paper's accounting beside what is executed, for PVTv2-B0 at 224 x 224.
+"""The paper's accounting beside what is executed, for PVTv2-B0.
 
     python benchmarks/accounting.py
 
 writes results/accounting.json: counts and energy of softmax and hashed attention, by both accountings and on
 the CPU kernels, line by line and with three prices of memory; and how the cells of the paper's tables come
-out. Nothing is timed, and nothing depends on the machine.
+out; and the energy of native, softmax and hashed models at three resolutions, at 45 nm and 7 nm. Nothing is
+timed, and nothing depends on the machine.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ecoformer.report.tables import list_tables, paper_table
 
 IMAGE = (1, 3, 224, 224)
 TABLES = ("fp32-45nm", "fp32-45nm-sram", "fp32-45nm-dram")
+NEWER = ("fp32-7nm", "fp32-7nm-sram", "fp32-7nm-hbm", "fp32-7nm-dram")
 HOW: dict[str, dict[str, Any]] = {
     "paper": {},
     "exact": {"accounting": "exact"},
@@ -127,6 +129,10 @@ def by_resolution(*sides: int) -> list[dict[str, Any]]:
                     "cpu": ledger.energy_pj,
                     "attention": energy(ledger.of("attention")),
                     "hashed": energy(hashed) if "eco" in mechanism else None,
+                    "total": ledger.total.to_dict(),
+                    "energy_pj": {
+                        table: energy_table(table).energy_pj(ledger.total) for table in (*TABLES, *NEWER)
+                    },
                 }
             )
     return rows

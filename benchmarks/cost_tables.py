@@ -80,6 +80,19 @@ def cost_native() -> Table:
     return [[*head, "hashing, key weights, sums, read", "times native"], *rows]
 
 
+def cost_processes() -> Table:
+    """Energy at 45 nm and 7 nm, operations alone and with each memory; in brackets, times native."""
+    rows: Table = []
+    native: dict[str, float] = {}
+    for row in _figures("accounting")["native"]:
+        energies = row["energy_pj"]
+        native = energies if row["mechanism"] == "native" else native
+        cells = (f"{_mj(energy)} ({energy / native[table]:.2f})" for table, energy in energies.items())
+        rows.append([str(row["resolution"]), row["mechanism"], *cells])
+    heads = ["45 nm", "+ SRAM", "+ DRAM", "7 nm", "+ SRAM", "+ HBM", "+ DRAM"]
+    return [["resolution", "attention", *heads], *rows]
+
+
 def cost_cells() -> Table:
     """How the cells of the paper's tables come out."""
     counts = _figures("accounting")["tables"]
@@ -122,15 +135,19 @@ def bitfusion_codes() -> Table:
     """Products with codes, and the model with hashed attention, by the bits that move a code's bit."""
     figures, rows = _figures("bitfusion"), []
     for name, found in figures["codes"].items():
-        cells = (f"{found[bits]['cycles']:,} | {found[bits]['uj']:,.2f}" for bits in ("1", "2", "8"))
+        cells = (f"{found[bits]['cycles']:,} | {found[bits]['uj'] / 1e3:.4g}" for bits in ("1", "2", "8"))
         rows.append([name, *cells])
     whole = (figures["eco_by_code_bits"][bits] for bits in ("1", "2", "8"))
-    rows.append(["PVTv2-B0", *(f"{row['cycles']:,} | {1e3 * row['mj']:,.2f}" for row in whole)])
-    return [["product", "1 bit: cycles", "µJ", "2 bits: cycles", "µJ", "8 bits: cycles", "µJ"], *rows]
+    rows.append(["PVTv2-B0", *(f"{row['cycles']:,} | {row['mj']:.4g}" for row in whole)])
+    return [["product", "1 bit: cycles", "mJ", "2 bits: cycles", "mJ", "8 bits: cycles", "mJ"], *rows]
 
 
 def _figures(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
+
+
+def _mj(pj: float) -> str:
+    return f"{pj / 1e9:,.2f}" if pj < 1e11 else f"{pj / 1e9:,.0f}"
 
 
 def _millions(*numbers: int) -> list[str]:
@@ -142,6 +159,7 @@ MAKERS = (
     cost_savings,
     cost_lines,
     cost_native,
+    cost_processes,
     cost_cells,
     bitfusion_table,
     bitfusion_layer,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ecoformer
-from ecoformer.accounting import Counts, EnergyTable, cost, energy_table
+from ecoformer.accounting import Counts, EnergyTable, cost, energy_table, list_energy_tables
 from ecoformer.models.text import TextEncoder
 
 timm = pytest.importorskip("timm")
@@ -99,8 +99,8 @@ def test_forms_of_a_ledger():
     assert lines[0] == "name,kind,part,mul,add,shift,lookup,compare,exp,bytes,energy_pj"
     assert len(lines) == 1 + len(facts["layers"])
     text = str(ledger)
-    assert "total" in text.splitlines()[-1]
     assert f"{ledger.total.mul:,}" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
 
 
 def test_energy_tables(tmp_path):
@@ -120,5 +120,20 @@ def test_energy_tables(tmp_path):
         path.write_text(content)
         with pytest.raises(ValueError, match=message):
             energy_table(path)
-    with pytest.raises(ValueError, match=r"energy must be one of .* or a JSON file, got 'fp99'"):
-        energy_table("fp99")
+    for name in ("fp99", "bf16-45nm", "fp32-45nm-hbm", "fp32-7nm-sram-dram", "7nm-fp32", "fp32"):
+        with pytest.raises(ValueError, match=rf"energy must be one of .* or a JSON file, got '{name}'"):
+            energy_table(name)
+
+
+def test_every_process_and_width():
+    counts = Counts(mul=100, add=1000, bytes=64)
+    found = {name: energy_table(name).energy_pj(counts) for name in list_energy_tables()}
+    assert found["fp32-7nm"] == pytest.approx(131 + 380)
+    assert found["int8-7nm"] == pytest.approx(7 + 7)
+    assert found["bf16-7nm-sram"] == pytest.approx(21 + 110 + 8 * 7.5)
+    assert found["fp32-7nm-hbm"] == pytest.approx(131 + 380 + 8 * 250)
+    assert found["fp32-45nm-dram"] == pytest.approx(370 + 900 + 8 * 1300)
+    assert energy_table("7nm") == energy_table("fp32-7nm")
+    assert energy_table("45nm-dram") == energy_table("fp32-45nm-dram")
+    for name in (name for name in found if "7nm" in name and name.replace("7nm", "45nm") in found):
+        assert found[name] <= found[name.replace("7nm", "45nm")]

@@ -49,7 +49,7 @@ def test_peak_memory():
 
 
 def test_energy():
-    pytest.importorskip("pynvml")
+    pytest.importorskip("zeus")
     meter = EnergyMeter(GPU)
     a = torch.randn(8192, 8192, device=GPU)
     assert meter.measure(lambda: a @ a)["joules"] > 0

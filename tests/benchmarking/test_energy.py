@@ -1,4 +1,4 @@
-"""The energy counter, with an NVML of our own."""
+"""Measured energy, with a Zeus of our own."""
 
 import sys
 from types import SimpleNamespace
@@ -7,50 +7,17 @@ import pytest
 import torch
 
 from ecoformer.benchmarking import energy
-from ecoformer.benchmarking.energy import EnergyMeter, _counter
+from ecoformer.benchmarking.energy import EnergyMeter
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-
-
-def fake_nvml(answer):
-    class NVMLError(Exception):
-        pass
-
-    def energy_of(handle):
-        assert handle == "handle of GPU-12-34"
-        if not answer:
-            raise NVMLError("Not Supported")
-        return answer[-1]
-
-    return SimpleNamespace(
-        NVMLError=NVMLError,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: f"handle of {uuid}",
-        nvmlDeviceGetTotalEnergyConsumption=energy_of,
-    )
-
-
-def test_nvml(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
-    millijoules = [5_000]
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(millijoules))
-    joules = _counter(GPU)
-    before = joules()
-    millijoules.append(7_500)
-    assert joules() - before == 2.5
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml([]))
-    with pytest.raises(RuntimeError, match="Not Supported"):
-        _counter(GPU)
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(ImportError, match=r"pip install 'ecoformer\[energy\]'"):
-        _counter(GPU)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 
 class Machine:
-    """A clock and a counter: 10 W idle and 50 W at work."""
+    """A clock and counters: 10 W idle and 50 W at work for the device that is measured, and others' noise."""
 
-    def __init__(self):
+    def __init__(self, packages=2, gpus=2):
         self.now = self.used = 0.0
+        self.packages, self.gpus = packages, gpus
 
     def perf_counter(self):
         return self.now
@@ -58,18 +25,43 @@ class Machine:
     def sleep(self, seconds, watts=10):
         self.now, self.used = self.now + seconds, self.used + watts * seconds
 
+    def monitor(self, gpu_indices=None, cpu_indices=None):
+        """As `zeus.monitor.ZeusMonitor`."""
+        if gpu_indices and max(gpu_indices) >= self.gpus:
+            raise ValueError("No GPUs available.")
+        cpus = list(range(self.packages)) if cpu_indices is None else cpu_indices
+        windows = {}
+
+        def begin_window(name):
+            windows[name] = self.now, self.used
+
+        def end_window(name):
+            start, before = windows.pop(name)
+            used, gpu = self.used - before, bool(gpu_indices)
+            half = dict.fromkeys(cpus, used / 4)  # two packages, each with memory
+            return SimpleNamespace(
+                time=self.now - start,
+                gpu_energy=dict.fromkeys(gpu_indices, used) if gpu else {},
+                cpu_energy=half or None,
+                dram_energy=half or None,
+            )
+
+        return SimpleNamespace(cpu_indices=cpus, begin_window=begin_window, end_window=end_window)
+
 
 @pytest.fixture
 def machine(monkeypatch):
     made = Machine()
     monkeypatch.setattr(energy, "time", made)
-    monkeypatch.setattr(energy, "_counter", lambda device: lambda: made.used)
+    monkeypatch.setitem(sys.modules, "zeus", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "zeus.monitor", SimpleNamespace(ZeusMonitor=made.monitor))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     return made
 
 
-def test_idle_power_is_subtracted(machine):
-    meter = EnergyMeter(GPU)
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_idle_power_is_subtracted(machine, device):
+    meter = EnergyMeter(device)
     assert "10.0 W" in meter.note
     found = meter.measure(lambda: machine.sleep(0.25, watts=50), items=4)
     assert (found["idle_watts"], found["watts"]) == (10, 50)
@@ -86,6 +78,16 @@ def test_short_calls_come_in_bursts(machine):
     assert found["seconds"] == pytest.approx(3, abs=0.1)
 
 
-def test_a_cpu_has_no_counter():
-    with pytest.raises(ValueError, match="--energy needs an NVIDIA GPU, got cpu"):
+def test_a_machine_without_counters_says_so(machine):
+    machine.packages = machine.gpus = 0
+    with pytest.raises(ValueError, match="RAPL"):
+        EnergyMeter(CPU)
+    with pytest.raises(ValueError, match=r"cuda:1 \(No GPUs available"):
+        EnergyMeter(GPU)
+
+
+def test_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "zeus.monitor", None)
+    monkeypatch.setitem(sys.modules, "zeus", None)
+    with pytest.raises(ImportError, match=r"pip install 'ecoformer\[energy\]'"):
         EnergyMeter(CPU)

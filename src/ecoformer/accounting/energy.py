@@ -37,44 +37,88 @@ class EnergyTable:
         return float(sum(self.pj.get(kind, 0.0) * number for kind, number in counts.to_dict().items()))
 
 
-_FP32 = {"mul": 3.7, "add": 0.9, "shift": 0.13}
-_SOURCE = "Horowitz, Computing's energy problem, ISSCC 2014, 45 nm: "
-_AS_FP32 = f"{_SOURCE}as fp32-45nm, and "
-_TABLES = {
-    table.name: table
-    for table in (
-        EnergyTable("fp32-45nm", _FP32, f"{_SOURCE}fp32, and a 32-bit shift; the table of the paper"),
-        EnergyTable(
-            "fp32-45nm-sram", _FP32 | {"bytes": 1.25}, f"{_AS_FP32}10 pJ for 64 bits of an 8 KB SRAM"
-        ),
-        EnergyTable(
-            "fp32-45nm-dram",
-            _FP32 | {"bytes": 162.5},
-            f"{_AS_FP32}1300 pJ, the lower end of 1300 to 2600, for 64 bits of DRAM",
-        ),
-        EnergyTable("fp16-45nm", {"mul": 1.1, "add": 0.4, "shift": 0.13}, f"{_SOURCE}fp16"),
-        EnergyTable("int8-45nm", {"mul": 0.2, "add": 0.03, "shift": 0.13}, f"{_SOURCE}int8"),
-    )
+@dataclass(frozen=True)
+class Process:
+    """What operations and memory take in one manufacturing process, in picojoules.
+
+    Attributes:
+        operations: a product and a sum by width of the operands.
+        shift: a 32-bit shift.
+        memory: moving one byte, by kind of memory.
+    """
+
+    operations: Mapping[str, tuple[float, float]]
+    shift: float
+    memory: Mapping[str, float]
+    source: str
+
+
+PROCESSES = {
+    "45nm": Process(
+        {"fp32": (3.7, 0.9), "fp16": (1.1, 0.4), "int32": (3.1, 0.1), "int8": (0.2, 0.03)},
+        0.13,
+        {"sram": 10 / 8, "dram": 1300 / 8},
+        "Horowitz, Computing's energy problem, ISSCC 2014 (fp32 is the paper's table); 64 bits of an 8 KB "
+        "SRAM at 10 pJ, of DRAM at 1300 pJ, the lower end of 1300 to 2600",
+    ),
+    "7nm": Process(
+        {
+            "fp32": (1.31, 0.38),
+            "fp16": (0.34, 0.16),
+            "bf16": (0.21, 0.11),
+            "int32": (1.48, 0.03),
+            "int8": (0.07, 0.007),
+        },
+        0.03,
+        {"sram": 7.5 / 8, "hbm": 250 / 8, "dram": 1300 / 8},
+        "Jouppi et al., Ten lessons from three generations shaped Google's TPUv4i, ISCA 2021, table 2; a "
+        "shift, which it leaves out, as an int32 sum; 64 bits of an 8 KB SRAM at 7.5 pJ, of HBM2 at 250 pJ, "
+        "the lower end of 250 to 450, of DDR4 at 1300 pJ",
+    ),
 }
+"""By name."""
 
 
 def list_energy_tables() -> list[str]:
-    """Names that `energy_table` knows."""
-    return sorted(_TABLES)
+    """Names that `energy_table` knows: WIDTH-PROCESS, where memory is free, and WIDTH-PROCESS-MEMORY."""
+    return [
+        "-".join(filter(None, (width, name, memory)))
+        for name, process in PROCESSES.items()
+        for memory in ("", *process.memory)
+        for width in process.operations
+    ]
+
+
+def _named(name: str) -> EnergyTable:
+    width, process, *memory = name.split("-")
+    found = PROCESSES[process]
+    mul, add = found.operations[width]
+    pj = {"mul": mul, "add": add, "shift": found.shift}
+    if memory:
+        pj["bytes"] = found.memory[memory[0]]
+    return EnergyTable(name, pj, found.source)
 
 
 def energy_table(table: str | PathLike[str] | Mapping[str, Any] | EnergyTable) -> EnergyTable:
-    """A table by name, from a mapping such as {"mul": 3.7, "add": 0.9}, or from a JSON file with one."""
+    """A table by name, from a mapping such as {"mul": 3.7, "add": 0.9}, or from a JSON file with one.
+
+    A name is WIDTH-PROCESS[-MEMORY], such as "fp32-45nm" or "int8-7nm-dram". Without a width, it is fp32's;
+    without memory, moving bytes is free.
+    """
     if isinstance(table, EnergyTable):
         return table
     if isinstance(table, Mapping):
         return EnergyTable("custom", dict(table))
-    if isinstance(table, str) and table in _TABLES:
-        return _TABLES[table]
+    for name in (str(table), f"fp32-{table}"):
+        if name in list_energy_tables():
+            return _named(name)
     path = Path(table)
     if not path.is_file():
-        known = ", ".join(list_energy_tables())
-        raise ValueError(f"energy must be one of {known} or a JSON file, got {str(table)!r}")
+        known = "; ".join(
+            f"{'|'.join(process.operations)}-{name}[-{'|'.join(process.memory)}]"
+            for name, process in PROCESSES.items()
+        )
+        raise ValueError(f"energy must be one of {known}; or a JSON file, got {str(table)!r}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

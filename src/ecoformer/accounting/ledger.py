@@ -23,6 +23,24 @@ Backend = Literal["eager", "cpu"]
 """Backends that the exact accounting can count."""
 
 
+_WIDEST = 10
+"""Characters of a layer's class in a printed ledger, which should fit in 80 columns."""
+
+
+def short(value: float | None) -> str:
+    """Three digits, and all of those before the point."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def aligned(lines: list[list[str]]) -> list[str]:
+    """Lines of a table as text: two columns of names on the left, figures aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    cells = [f"{{:<{width}}}" if i < 2 else f"{{:>{width}}}" for i, width in enumerate(widths)]
+    return ["  ".join(cells).format(*line).rstrip() for line in lines]
+
+
 @dataclass(frozen=True)
 class Row:
     """One layer: its name, its class or mechanism, the part of the model it belongs to, and its counts."""
@@ -100,18 +118,19 @@ class Ledger:
         return text.getvalue()
 
     def __str__(self) -> str:
-        used = [kind for kind in KINDS if getattr(self.total, kind)]
-        lines = [["layer", "kind", *used, "energy (pJ)"]]
-        for row in (*self.rows, Row("total", "", "other", self.total)):
-            numbers = [getattr(row.counts, kind) for kind in used] + [self.energy.energy_pj(row.counts)]
-            lines.append([row.name, row.kind, *(f"{number:,.0f}" for number in numbers)])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        aligned = [f"{{:<{w}}}" if i < 2 else f"{{:>{w}}}" for i, w in enumerate(widths)]
-        shares = ", ".join(f"{part} {share:.1%}" for part, share in self.shares().items())
+        total, by_bytes = self.total, self.total.bytes > 0
+        lines = [["layer", "kind", "mul (M)", "add (M)", *["MB"] * by_bytes, "mJ"]]
+        for row in (*self.rows, Row("total", "", "other", total)):
+            counts = row.counts
+            numbers = [counts.mul / 1e6, counts.add / 1e6, *[counts.bytes / 1e6] * by_bytes]
+            kind = row.kind if len(row.kind) <= _WIDEST else f"{row.kind[: _WIDEST - 1]}…"
+            lines.append([row.name, kind, *map(short, [*numbers, self.energy.energy_pj(counts) / 1e9])])
         how = f"{self.accounting} accounting" + (f", {self.backend} backend" if self.backend else "")
-        head = f"{self.model}, {how}, energy {self.energy.name}: {shares}"
-        table = ("  ".join(aligned).format(*line) for line in lines)
-        return "\n".join([head, *table, *(f"{what}: {', '.join(names)}" for what, names in self.notes())])
+        counted = (f"{n:,} {kind}" for kind, n in total.to_dict().items() if n)
+        shares = (f"{part} {share:.1%}" for part, share in self.shares().items())
+        foot = [f"in total: {', '.join(counted)}", f"energy ({self.energy.name}): {', '.join(shares)}"]
+        notes = (f"{what}: {', '.join(names)}" for what, names in self.notes())
+        return "\n".join([f"{self.model}, {how}", *aligned(lines), *foot, *notes])
 
     def notes(self) -> list[tuple[str, tuple[str, ...]]]:
         """Layers that are not counted, or not on the backend that was asked for."""

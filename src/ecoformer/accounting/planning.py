@@ -11,16 +11,14 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ecoformer.accounting.ledger import Ledger, cost
+from ecoformer.accounting.ledger import Ledger, aligned, cost, short
 from ecoformer.conversion import Transfer, convert, transfer
 from ecoformer.conversion.convert import unwrapped
 from ecoformer.conversion.layers import Selection
-from ecoformer.conversion.learning import several_ranks
 from ecoformer.hashing import fit_hashers, hashers_of
-from ecoformer.hashing.fitting import move, run
+from ecoformer.hashing.fitting import Group, check_group, move, run
 from ecoformer.running import NOT_TAKEN, eval_mode, not_taken, without_fast_path
 
 _SAME = 0.01
@@ -64,14 +62,12 @@ class Plan:
 
     def __str__(self) -> str:
         timed = self.total.seconds is not None
-        head = ["layer", "is", "energy, mJ", "after", "times"] + ["time, ms", "after", "times"] * timed
+        head = ["layer", "is", "mJ", "after", "ratio"] + ["ms", "after", "ratio"] * timed
         lines = [head]
         for row in self.rows:
             cells = [row.name, row.was, *_ratio(row.energy_pj, row.energy_after_pj, 1e9)]
             lines.append(cells + (_ratio(row.seconds, row.seconds_after, 1e-3) if timed else []))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        aligned = [f"{{:<{w}}}" if i < 2 else f"{{:>{w}}}" for i, w in enumerate(widths)]
-        return "\n".join(["  ".join(aligned).format(*line) for line in lines] + self.verdict())
+        return "\n".join(aligned(lines) + self.verdict())
 
     def verdict(self) -> list[str]:
         """In words: whether to convert, and which layers not to."""
@@ -81,14 +77,12 @@ class Plan:
             lines = [f"{self.mechanism} saves {saved:.0%} of the model's energy at this size"]
         else:
             lines = [
-                f"{self.mechanism} does not pay off at this size: the model would take "
-                f"{self.total.energy_after_pj / self.total.energy_pj:.2f} times the energy it takes now"
+                f"{self.mechanism} does not pay off at this size: {1 - saved:.2f} times the energy of now"
             ]
         if self.total.seconds is not None and self.total.seconds_after is not None:
             speed = self.total.seconds / self.total.seconds_after
-            lines[0] += f"; measured here, it is {speed:.2f} times as fast" + (
-                " (slower)" if speed < 1 - _SAME else ""
-            )
+            slower = " (slower)" if speed < 1 - _SAME else ""
+            lines.append(f"measured here, it is {speed:.2f} times as fast{slower}")
         if worse and len(worse) < len(self.rows) - 1:
             lines.append(f"these layers would take more: {', '.join(worse)}; leave them out with layers=")
         return lines
@@ -97,7 +91,7 @@ class Plan:
 def _ratio(before: float | None, after: float | None, unit: float) -> list[str]:
     if before is None or after is None:
         return ["", "", ""]
-    return [f"{before / unit:.3f}", f"{after / unit:.3f}", f"{after / before:.2f}" if before else "-"]
+    return [short(before / unit), short(after / unit), f"{after / before:.2f}" if before else "-"]
 
 
 def plan(
@@ -322,11 +316,9 @@ def allocate(
         trial = copy.deepcopy(model)
         report = convert(trial, mechanism, layers=layers, example=example, **config)
         if any(hasher.learns for hasher in hashers_of(trial).values()):
-            group = transfer_arguments.get("group")
-            if group is None and several_ranks():
-                group = dist.group.WORLD
+            ranks: Group = check_group(transfer_arguments.get("group"), default_all=True) or "alone"
             fit_hashers(
-                trial, batches, group=group, forward=transfer_arguments.get("forward"), progress=False
+                trial, batches, group=ranks, forward=transfer_arguments.get("forward"), progress=False
             )
         found: Transfer = transfer(trial, model, batches, **transfer_arguments)
         energies = layer_energies(_ledger(trial, input_size, table), found.final)

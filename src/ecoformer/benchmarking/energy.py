@@ -1,70 +1,90 @@
-"""Energy by NVML's counter of an NVIDIA GPU. Idle power is subtracted."""
+"""Measured energy, by Zeus: NVML's counter of a GPU, RAPL's counters of CPUs. Idle power is subtracted."""
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ecoformer.arguments import one_line
+from ecoformer.third_party import import_library
+
 IDLE_SECONDS = 2.0
 WORK_SECONDS = 3.0
 """NVML updates its counter about ten times per second: three seconds are right to three percent."""
 _BURST_SECONDS = 0.02
-SOURCE = "NVML's energy counter (the entire GPU, all processes)"
+SOURCES = {
+    "cuda": "the GPU's energy counter (entire GPU, all processes)",
+    "cpu": "RAPL's energy counters (all CPU packages and their memory, all processes)",
+}
 
 
 class EnergyMeter:
     """Measures calls; idle power is measured once, before any of them."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._joules = device, _counter(device)
-        before, start = self._joules(), time.perf_counter()
-        time.sleep(IDLE_SECONDS)
-        self._idle_watts = (self._joules() - before) / (time.perf_counter() - start)
-        self.note = f"energy by {SOURCE}; idle power of {self._idle_watts:.1f} W is subtracted"
+        self._device, self._monitor = device, _monitor(device)
+        self._source = SOURCES[device.type]
+        joules, seconds = self._window(lambda: time.sleep(IDLE_SECONDS))
+        self._idle_watts = joules / seconds
+        self.note = f"energy by {self._source}; idle power of {self._idle_watts:.1f} W is subtracted"
 
     def measure(self, work: Callable[[], object], items: int = 1) -> dict[str, Any]:
         """Run `work` again and again: joules per call and per item."""
-        calls, burst, taken = 0, 1, 0.0
-        before, start = self._joules(), time.perf_counter()
-        while taken < WORK_SECONDS:
-            for _ in range(burst):
-                work()
-            torch.cuda.synchronize(self._device)
-            calls += burst
-            now = time.perf_counter() - start
-            # Waiting for each call would leave the GPU idle between short ones.
-            burst, taken = (burst * 2 if now - taken < _BURST_SECONDS else burst), now
-        gross = self._joules() - before
-        net = gross - self._idle_watts * taken
+        calls = 0
+
+        def repeat() -> None:
+            nonlocal calls
+            burst, taken, start = 1, 0.0, time.perf_counter()
+            while taken < WORK_SECONDS:
+                for _ in range(burst):
+                    work()
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                calls += burst
+                now = time.perf_counter() - start
+                # Waiting for each call would leave the GPU idle between short ones.
+                burst, taken = (burst * 2 if now - taken < _BURST_SECONDS else burst), now
+
+        gross, seconds = self._window(repeat)
+        net = gross - self._idle_watts * seconds
         return {
             "joules": net / calls,
             "gross_joules": gross / calls,
             "idle_watts": self._idle_watts,
-            "watts": gross / taken,
+            "watts": gross / seconds,
             "calls": calls,
-            "seconds": taken,
-            "source": SOURCE,
+            "seconds": seconds,
+            "source": self._source,
             "per_item_joules": net / calls / items,
         }
 
+    def _window(self, work: Callable[[], object]) -> tuple[float, float]:
+        """Joules and seconds of some work."""
+        self._monitor.begin_window("ecoformer")
+        work()
+        found = self._monitor.end_window("ecoformer")
+        on_gpu = self._device.type == "cuda"
+        counters = (found.gpu_energy,) if on_gpu else (found.cpu_energy, found.dram_energy)
+        return sum(sum((counter or {}).values()) for counter in counters), found.time
 
-def _counter(device: torch.device) -> Callable[[], float]:
-    """Joules that this GPU has used so far."""
+
+def _monitor(device: torch.device) -> Any:
+    """Zeus on the counters of this device alone."""
+    monitor_class = import_library("zeus.monitor").ZeusMonitor
     if device.type != "cuda":
-        raise ValueError(f"--energy needs an NVIDIA GPU, got {device}: leave it out")
+        monitor = monitor_class(gpu_indices=[])
+        if not monitor.cpu_indices:
+            raise ValueError(
+                "--energy: this CPU has no energy counter that Zeus can read (RAPL, which needs root "
+                "or the zeusd service): leave --energy out"
+            )
+        return monitor
+    index = torch.cuda.current_device() if device.index is None else device.index
     try:
-        nvml = importlib.import_module("pynvml")
-    except ImportError as error:
-        raise ImportError("--energy needs NVML: pip install 'ecoformer[energy]'") from error
-    try:
-        nvml.nvmlInit()
-        # By UUID, because NVML counts all GPUs and PyTorch only the visible ones.
-        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except nvml.NVMLError as error:
-        raise RuntimeError(f"--energy: NVML has no counter for {device} (Volta or later): {error}") from error
-    return lambda: float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+        return monitor_class(gpu_indices=[index], cpu_indices=[])
+    except Exception as error:
+        reason = one_line(error)
+        raise ValueError(f"--energy: Zeus reads no energy counter of {device} ({reason})") from error
