@@ -19,7 +19,7 @@ def arrays(n=6):
 def test_names():
     files = {"aan", "cifar10", "cifar100", "imagefolder", "imdb", "masked_bytes", "stored", "webdataset"}
     assert {name for name in list_datasets() if registry._REGISTRY[name][1]} == files
-    assert set(list_datasets()) - files == {"digits", "listops", "masked_sample", "recall"}
+    assert set(list_datasets()) - files == {"digits", "listops", "masked_sample", "mosaic", "recall"}
 
 
 def test_registering(monkeypatch):

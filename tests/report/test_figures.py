@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import json
+import sys
 
 import matplotlib
 import pytest
@@ -71,15 +71,10 @@ def test_targets_that_cannot_be_written(tmp_path):
 
 
 def test_without_matplotlib(monkeypatch):
-    real = builtins.__import__
-
-    def missing(name, *args, **kwargs):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ImportError, match=r"^figures need matplotlib: pip install 'ecoformer\[figures\]'$"):
+    monkeypatch.setitem(sys.modules, "matplotlib.style", None)
+    with pytest.raises(
+        ImportError, match=r"^matplotlib is not installed: pip install 'ecoformer\[figures\]'$"
+    ):
         check_target("a.png")
 
 

@@ -1,10 +1,11 @@
 import html
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
-from ecoformer.report.page import read_run, table_rows, write_page
+from ecoformer.report.page import accuracy_note, read_run, table_rows, write_page
 
 
 def make_run(folder, mechanism="eco", accuracy=0.9, energy=2e6):
@@ -54,7 +55,7 @@ class Balanced(HTMLParser):
 def test_a_run_is_read_back(tmp_path):
     run = read_run(make_run(tmp_path / "first"))
     assert (run.name, run.mechanism, run.accuracy) == ("first", "eco", 0.9)
-    assert run.cost()["energy_pj"] == 2e6
+    assert run.energy_mj() == pytest.approx(2e-3)
     assert [m["step"] for m in run.metrics] == [5, 10]
 
 
@@ -67,17 +68,26 @@ def test_folders_without_a_run_are_named(tmp_path):
         read_run(folder)
 
 
-def test_the_table_has_units_that_suit_the_numbers(tmp_path):
-    small, large = (read_run(make_run(tmp_path / n, energy=e)) for n, e in (("a", 2.5e6), ("b", 3.21e9)))
+def test_energy_is_in_millijoules(tmp_path):
+    small, large = (read_run(make_run(tmp_path / n, energy=e)) for n, e in (("a", 2.5e6), ("b", 3.214e9)))
     rows = table_rows([small, large])
-    assert [row["energy (paper)"] for row in rows] == ["2.5 µJ", "3.21 mJ"]
-    assert rows[0]["multiplications"] == "1.5 M"
+    assert [row["energy (paper)"] for row in rows] == ["0.0025 mJ", "3.21 mJ"]
+
+
+def test_the_number_of_test_samples_says_what_they_resolve(tmp_path):
+    def run(name, samples):
+        found = read_run(make_run(tmp_path / name, accuracy=0.5))
+        return replace(found, result=found.result | {"test_samples": samples})
+
+    assert "20,000 test samples" in accuracy_note([run("a", 20_000)])
+    assert "1.0 points" in accuracy_note([run("b", 20_000), run("c", 20_000)])
+    assert "from 5 to 20,000" in accuracy_note([run("d", 20_000), run("e", 5)])
 
 
 def test_a_page_is_well_formed_and_stands_alone(tmp_path):
     runs = [read_run(make_run(tmp_path / name, name, a)) for name, a in (("softmax", 0.91), ("eco", 0.9))]
     page = tmp_path / "new" / "page.html"
-    write_page(page, "A <title>", "Lead & more", runs, table_rows(runs), "note")
+    write_page(page, "A <title>", "Lead & more", runs, table_rows(runs), notes=["note"])
     text = page.read_text()
     parser = Balanced()
     parser.feed(text)

@@ -19,7 +19,7 @@ from ecoformer.training.model import build_model, build_optimizer, learning_rate
 from ecoformer.training.run import load_splits
 
 NAMES = {"digits", "cifar100", "cifar100_short", "imagenet_msa", "imagenet_eco", "imagenet_scratch"}
-NAMES |= {"lra_text", "lra_retrieval", "lra_listops", "masked_bytes", "recall"}
+NAMES |= {"lra_text", "lra_retrieval", "lra_listops", "masked_bytes", "mosaic", "recall"}
 
 # The paper's sections 5.1 (ImageNet), 5.3 (CIFAR-100) and 5.4 (from scratch); for the Long Range Arena the
 # settings of the benchmark that the paper follows.
@@ -83,7 +83,7 @@ def stand_in(name: str) -> Splits:
     return Splits(part, part, "pairs" if name == "lra_retrieval" else "text", 2, 257, 4096)
 
 
-FETCHED = sorted(NAMES - {"digits", "recall", "lra_listops", "masked_bytes"})
+FETCHED = sorted(NAMES - {"digits", "mosaic", "recall", "lra_listops", "masked_bytes"})
 
 
 @pytest.mark.parametrize("name", FETCHED)
@@ -100,6 +100,9 @@ def small(name: str, folder) -> list[str]:
     changes = ["batch=4", "schedule.steps=1", "schedule.warmup=0", "hashing.samples=4", "eval_batch=4"]
     if name == "digits":
         return [*changes, "data.options.limit=8", "model.options.embed_dims=[8,8,8,8]"]
+    if name == "mosaic":
+        sizes = ["augment.size=32", "model.options.img_size=32", "model.options.embed_dims=[8]"]
+        return [*changes, *sizes, "data.options={side: 8, count: 8, test_count: 4}"]
     changes += ["model.options.dim=16", "model.options.depth=1", "model.options.hidden=8"]
     if name == "recall":
         return [*changes, "data.options.count=8", "data.options.test_count=4", "data.options.pairs=8"]
@@ -122,7 +125,13 @@ def test_any_mechanism_takes_a_step(name, mechanism, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "mechanism"),
-    [("digits", "eco"), ("lra_text", "linformer"), ("recall", "softmax"), ("recall", "klsh_eco")],
+    [
+        ("digits", "eco"),
+        ("mosaic", "native"),
+        ("lra_text", "linformer"),
+        ("recall", "softmax"),
+        ("recall", "klsh_eco"),
+    ],
 )
 def test_some_mechanisms_take_a_step(name, mechanism, tmp_path):
     test_any_mechanism_takes_a_step(name, mechanism, tmp_path)

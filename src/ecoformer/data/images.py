@@ -166,11 +166,7 @@ def _cifar(name: str, root: Path, classes: int) -> Splits:
         if splits.name != name:
             raise ValueError(f"{root} holds {splits.name!r}, not {name}: load it by that name")
         return splits
-    try:
-        datasets = import_library("torchvision.datasets")
-    except ModuleNotFoundError as error:
-        raise ImportError("CIFAR is read by torchvision: pip install 'ecoformer[vision]'") from error
-    reader: Any = getattr(datasets, name.upper())
+    reader: Any = getattr(import_library("torchvision.datasets"), name.upper())
     folder = root / reader.base_folder
     if not folder.is_dir():
         raise FileNotFoundError(f"{name}: there is no folder {folder}; unpack {reader.filename} in {root}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from importlib import resources
-from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from ecoformer.data.registry import register_dataset
 from ecoformer.data.splits import Arrays, Splits
+from ecoformer.third_party import import_library
 
 
 @register_dataset("digits")
@@ -23,7 +23,7 @@ def digits(*, size: int = 32) -> Splits:
     """
     if size < 8:
         raise ValueError(f"size must be at least the digits' own 8, got {size}")
-    source = _sklearn_datasets().load_digits()
+    source = import_library("sklearn.datasets").load_digits()
     targets = torch.from_numpy(source.target).long()
     grey = torch.from_numpy(source.images).float().unsqueeze(1)
     large = F.interpolate(grey, size=(size, size), mode="bilinear", align_corners=False)
@@ -36,14 +36,6 @@ def digits(*, size: int = 32) -> Splits:
 
 def sample_text() -> bytes:
     """The data-set descriptions of scikit-learn, about 70 kB of English."""
-    folder = resources.files(_sklearn_datasets()) / "descr"
+    folder = resources.files(import_library("sklearn.datasets")) / "descr"
     names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".rst"))
     return b"".join((folder / name).read_bytes() for name in names)
-
-
-def _sklearn_datasets() -> Any:
-    try:
-        import sklearn.datasets
-    except ImportError as error:
-        raise ImportError("these samples come with scikit-learn: pip install scikit-learn pillow") from error
-    return sklearn.datasets

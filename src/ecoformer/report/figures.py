@@ -11,13 +11,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ecoformer.third_party import import_library
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Rows = Sequence[Mapping[str, Any]]
 SUFFIXES = (".png", ".svg", ".pdf")
 _PARTS = ("attention", "ffn", "other")
+_COLOURS = ["#8a8f98", "#e69f00", "#009e73", "#3f8fe0", "#cc79a7", "#d55e00", "#b3a400", "#7a6ff0"]
+"""Readable on white and on black, also by the colour-blind."""
 _SETTINGS: Any = {
+    "axes.prop_cycle": f"cycler('color', {_COLOURS})",
     "font.size": 9,
     "axes.axisbelow": True,
     "axes.spines.top": False,
@@ -33,11 +38,7 @@ _SETTINGS: Any = {
 @contextmanager
 def drawing() -> Iterator[None]:
     """Our matplotlib settings inside the block, the user's own afterwards."""
-    try:
-        from matplotlib import style
-    except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install 'ecoformer[figures]'") from error
-    with style.context(["tableau-colorblind10", _SETTINGS]):
+    with import_library("matplotlib.style").context(_SETTINGS):
         yield
 
 
@@ -113,7 +114,7 @@ def accuracy_figure(rows: Rows) -> Figure:
         axes = figure.subplots()
         for row in rows:
             axes.plot(row["energy_pj"] * 1e-9, 100 * row["accuracy"], "o", label=row["label"])
-        axes.set(xlabel="Energy of a forward pass (mJ)", ylabel="Accuracy (%)")
+        axes.set(xlabel="Energy per sample (mJ)", ylabel="Accuracy (%)")
         axes.margins(0.1)
         axes.grid()
         figure.legend(loc="outside right upper")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+from ecoformer.arguments import shape
 from ecoformer.attention.splitting import token_slice
 from ecoformer.data.augment import augment, plain
 from ecoformer.data.masking import mask_bytes
@@ -175,10 +176,15 @@ class Task:
 
     def __init__(self, recipe: Recipe, splits: Splits, group: dist.ProcessGroup | None = None) -> None:
         self.recipe, self.kind, self.masked, self.group = recipe, splits.kind, splits.masked, group
-        self.per_token = splits.kind == "tokens"
+        self.per_token = splits.train.labels is None
         self.counts = group is None or self.per_token or dist.get_rank(group) == 0
         a = recipe.augment
         self.pixels: dict[str, Any] = {"size": a.size, "mean": a.mean, "std": a.std}
+        if splits.kind == "images" and self.per_token and any((a.pad, a.flip, a.erase, a.mixup, a.cutmix)):
+            raise ValueError(
+                f"augment: every token of {recipe.data.name} has a target of its own: leave out pad, flip, "
+                "erase, mixup and cutmix"
+            )
         self.mixup: Any = None
         if splits.kind == "images" and (a.mixup or a.cutmix):
             from timm.data import Mixup
@@ -232,6 +238,11 @@ class Task:
 
 def _cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     classes = logits.shape[-1]
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"model.name: the model's answers are {shape(logits)}, but the targets {shape(targets)}: choose "
+            "a model that answers as often as the data ask"
+        )
     return F.cross_entropy(
         logits.reshape(-1, classes).float(),
         targets.flatten(),

@@ -51,6 +51,8 @@ class Display:
                 self._board = stack.enter_context(closing(writer))
             bar = Progress(*columns, console=self.console, transient=True, disable=hidden)
             task = stack.enter_context(bar).add_task("training", total=total, completed=done)
+            if self.show and not self.console.is_terminal:
+                self.console.print(f"training: {total - done} steps")
             self._describe = lambda text: bar.update(task, description=text)
             yield lambda: bar.advance(task)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from ecoformer.arguments import one_line
 from ecoformer.attention.splitting import split_tokens
 from ecoformer.checkpoints import save
+from ecoformer.conversion import transfer
 from ecoformer.data.splits import IGNORED, Arrays, Splits
 from ecoformer.files import replacing
 from ecoformer.hashing import SoftStart, fit_hashers, hashers_of
@@ -127,6 +130,8 @@ class Trainer:
                 epoch, start = divmod(self.progress.step, self.loader.steps)
                 if start == 0:
                     self._fit(epoch)
+                if self.progress.step == 0:
+                    self._transfer()
                 with closing(self.loader.epoch(epoch, start)) as batches:
                     for parts in batches:
                         self._step(parts)
@@ -249,6 +254,37 @@ class Trainer:
             progress=self.display.show,
         )
         self._count_time(training=False)
+
+    def _transfer(self) -> None:
+        """Let each converted layer learn from the teacher's, if the recipe asks for it."""
+        taught = self.recipe.teacher
+        if taught is None or self.teacher is None or not taught.transfer:
+            return
+        if is_sharded(self.accelerator):
+            raise ValueError("teacher.transfer needs complete weights on every process: train without FSDP")
+        if models.same_attention(self.bare, self.teacher):
+            return
+        self._count_time(training=True)
+        with models.mixed_precision(self.recipe.precision, self.device):
+            transfer(
+                self.bare,
+                self.teacher,
+                self._training_inputs(),
+                steps=taught.transfer,
+                forward=self.task.answer,
+                progress=self.display.show,
+            )
+        if self.average is not None:
+            self.average.set(self.bare)
+        self._count_time(training=False)
+
+    def _training_inputs(self) -> Iterator[Tensor]:
+        """Augmented inputs without end, the same on every run."""
+        self.generator.manual_seed(seed_of(self.recipe.seed, self.rank, 2))
+        for epoch in itertools.count():
+            with closing(self.loader.epoch(epoch)) as batches:
+                for part in itertools.chain.from_iterable(batches):
+                    yield self.task.training_batch(*part, self.generator)[0]
 
     def _asked_to_stop(self, interrupts: Interrupts) -> bool:
         if self.accelerator.num_processes == 1:

@@ -157,6 +157,12 @@ def load_teacher(recipe: Recipe, splits: Splits, task: Task, device: torch.devic
     return teacher.to(device)
 
 
+def same_attention(model: nn.Module, teacher: nn.Module) -> bool:
+    """Whether all attention layers of the two are of the same kind, so that there is nothing to transfer."""
+    kinds = [[layer.kind for layer in find_layers(each)] for each in (model, teacher)]
+    return kinds[0] == kinds[1]
+
+
 def make_average(model: nn.Module, recipe: Recipe, device: torch.device) -> Any:
     """timm's running average of the weights, or None; buffers such as hash functions are copied."""
     if not recipe.ema:

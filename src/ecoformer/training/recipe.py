@@ -122,6 +122,8 @@ class Teacher(Section):
     checkpoint: str
     weight: Share = 0.5
     temperature: AboveZero = 1.0
+    transfer: Count = 0
+    """Steps of attention transfer before the first epoch, for a model converted from the teacher."""
 
 
 class Recipe(Section):

@@ -122,6 +122,7 @@ def _result(trainer: Trainer, measured: dict[str, float]) -> dict[str, Any]:
         "accuracy": measured["accuracy"],
         "best_accuracy": progress.best,
         "test_loss": measured["loss"],
+        "test_samples": len(trainer.splits.test),
         "steps": progress.step,
         "samples_per_second": progress.step * recipe.batch / spent if spent else None,
         "seconds": progress.seconds,
