@@ -33,12 +33,6 @@ def gpu_times() -> Table:
     return [[*head, "compiled / Triton"], *map(cells, kernels["time"]["rows"])]
 
 
-def gpu_readme() -> Table:
-    """The first shape alone."""
-    head, *rows = gpu_times()
-    return [head[1:6], *(row[1:6] for row in rows if row[0] == "256, 1, 3136, 32")]
-
-
 def gpu_growth() -> Table:
     """Time and memory against the number of tokens."""
     rows = {(row["shape"][2], row["backward"]): row for row in _figures("gpu_kernels")["growth"]["rows"]}
@@ -127,7 +121,6 @@ def _figures(name: str) -> Any:
 
 MAKERS = (
     gpu_times,
-    gpu_readme,
     gpu_growth,
     gpu_causal,
     gpu_crossover,

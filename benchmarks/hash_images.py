@@ -98,11 +98,11 @@ def savings_table(hasher: Hasher, tokens: Tensor) -> Table:
         "hashed": median_ms(hashed),
     }
     table = Table(title=f"One head, {n} tokens of {channels} channels; operations by the paper's accounting")
-    for column in ("attention", "multiplications", "additions", "energy (µJ)", "ms here"):
+    for column in ("attention", "multiplications", "additions", "energy (mJ)", "ms here"):
         table.add_column(column, justify="right")
     for name, (mul, add) in counts.items():
-        energy = (MUL_PJ * mul + ADD_PJ * add) / 1e6
-        table.add_row(name, f"{mul:,}", f"{add:,}", f"{energy:,.1f}", f"{times[name]:.2f}")
+        energy = (MUL_PJ * mul + ADD_PJ * add) / 1e9
+        table.add_row(name, f"{mul:,}", f"{add:,}", f"{energy:.3g}", f"{times[name]:.2f}")
     return table
 
 

@@ -1,4 +1,4 @@
-"""The tables about hash functions in README.md and docs/hashing.md; `result_tables.py` fills them in."""
+"""The tables of docs/hashing.md; `result_tables.py` fills them in."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 Table = list[list[str]]
-README = {
-    "learned": "learned (ours)",
-    "released solver": "learned, released solver's settings",
-    **{name: name for name in ("KLSH", "LSH", "sign")},
-}
 
 
 def quality(tokens: str) -> Table:
@@ -24,20 +19,6 @@ def quality(tokens: str) -> Table:
     return [
         ["hasher", "objective", "recall of top 10", "correlation"],
         *([row["method"], *(_spread(row, name) for name in names)] for row in rows),
-    ]
-
-
-def quality_readme() -> Table:
-    """Objective and recall on images and texts."""
-    found, names = _quality(), ("objective", "recall")
-    kinds = (found["image patches"], found["text bytes"])
-    head = [f"{kind}: {name}" for kind in ("image patches", "text bytes") for name in names]
-    return [
-        ["hasher", *head],
-        *(
-            [label, *(_spread(rows[method], name) for rows in kinds for name in names)]
-            for method, label in README.items()
-        ),
     ]
 
 
@@ -72,6 +53,5 @@ MAKERS: dict[str, Callable[[], Table]] = {
     "quality_images": partial(quality, "image patches"),
     "quality_raw_images": partial(quality, "image patches, not normalised"),
     "quality_texts": partial(quality, "text bytes"),
-    "quality_readme": quality_readme,
     "fit_speed": fit_speed,
 }

@@ -141,7 +141,14 @@ def run(encoder: Encoder, train: list[str], test: list[str], variant: str, argum
         stages.setdefault("converted", []).append(compare(encoder.embed(model, test), theirs))
         start = time.perf_counter()
         if arguments.transfer:
-            ecoformer.transfer(model, encoder.original, batches, steps=arguments.transfer)
+            ecoformer.transfer(
+                model,
+                encoder.original,
+                batches,
+                steps=arguments.transfer,
+                lr=arguments.transfer_lr,
+                projection_lr=arguments.projection_lr,
+            )
             stages.setdefault("transferred", []).append(compare(encoder.embed(model, test), theirs))
         ecoformer.distill(
             model,
@@ -167,6 +174,8 @@ def main() -> None:
     parser.add_argument("--test", help="sentences to compare on, one a line")
     parser.add_argument("--count", type=int, default=1000, help="how many test sentences")
     parser.add_argument("--transfer", type=int, default=600, help="steps of attention transfer; 0: none")
+    parser.add_argument("--transfer-lr", type=float, default=1e-1)
+    parser.add_argument("--projection-lr", type=float, default=3e-3)
     parser.add_argument("--steps", type=int, default=600, help="steps of distillation")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3)

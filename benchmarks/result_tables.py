@@ -1,7 +1,7 @@
 """Fill the tables of README.md and of pages under docs/ from the files under results/.
 
 A table stands between the lines `<!-- table: NAME -->` and `<!-- end of table -->`; NAME is a function here,
-in cost_tables.py, gpu_tables.py or hash_tables.py.
+in cost_tables.py, gpu_tables.py, hash_tables.py or readme_tables.py.
 """
 
 from __future__ import annotations
@@ -15,12 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import cost_tables
+import deployment_tables
 import gpu_tables
 import hash_tables
+import readme_tables
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS = ("results", "choosing", "cost", "bitfusion", "kernels", "kernels_gpu", "hashing")
+DOCS = (
+    "index",
+    "results",
+    "choosing",
+    "conversion",
+    "cost",
+    "bitfusion",
+    "kernels",
+    "kernels_gpu",
+    "hashing",
+    "deployment",
+)
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS))
 Table = list[list[str]]
 
@@ -156,23 +169,6 @@ def cifar100() -> Table:
     return [[*head, "accuracy, paper", "energy, paper (224 pixels)"], *rows]
 
 
-def cifar100_readme() -> Table:
-    """The main mechanisms from scratch, one column each, and the two that were fine-tuned."""
-    names = ["softmax", "eco", "klsh_eco", "lsh_eco", "bi_eco", "reformer", "linformer", "performer"]
-    first, second, paper = _scratch(), _by_label("cifar100_second"), _printed_cifar100()
-    tuned = _by_label("cifar100_finetuned")
-    tuned = {"softmax": tuned["softmax, 10 more epochs"], "eco": tuned["eco, taught by the softmax model"]}
-    return [
-        ["", *names],
-        ["accuracy, ours", *(_percent(first[n]["accuracy"]) for n in names)],
-        ["second seed", *(_percent(second[n]["accuracy"]) if n in second else "" for n in names)],
-        ["fine-tuned", *(_percent(tuned[n]["accuracy"]) if n in tuned else "" for n in names)],
-        ["energy, ours", *(_energy(first[n]) for n in names)],
-        ["accuracy, paper", *(f"{float(paper[n]['top1']):.2f} %" for n in names)],
-        ["energy, paper", *(f"{float(paper[n]['energy_bpj']):.2f} mJ" for n in names)],
-    ]
-
-
 def cifar100_speed() -> Table:
     """Images a second by the fastest backend of each mechanism."""
     best: dict[str, dict[str, float]] = {}
@@ -287,20 +283,25 @@ def sharp_recall() -> Table:
 
 def sharp_listops() -> Table:
     """ListOps by sharp_eco and softmax."""
-    found: dict[str, list[str]] = {}
-    for row in _figures("listops_sharp")["rows"]:
-        found.setdefault(_name(row["label"]), []).append(_percent(row["accuracy"]))
-    return [
-        ["ListOps, 2,500 steps", "accuracy, seed by seed"],
-        *([k, ", ".join(v)] for k, v in found.items()),
-    ]
+    return [["ListOps, 2,500 steps", "accuracy, seed by seed"], *_by_seed("listops_sharp")]
+
+
+def sharp_imdb() -> Table:
+    """IMDb by sharp_eco, eco and softmax."""
+    return [["IMDb, 3,000 steps", "accuracy, seed by seed"], *_by_seed("imdb_sharp")]
+
+
+def sharp_cifar100() -> Table:
+    """CIFAR-100 by sharp_eco and what it is compared with."""
+    energies = {_name(row["label"]): _energy(row) for row in _figures("cifar100_sharp")["rows"]}
+    rows = [[*row, energies[row[0]]] for row in _by_seed("cifar100_sharp")]
+    return [["CIFAR-100, 30 epochs", "accuracy, seed by seed", "energy, paper's accounting"], *rows]
 
 
 TABLES: dict[str, Callable[[], Table]] = {
     make.__name__: make
     for make in (
         cifar100,
-        cifar100_readme,
         cifar100_speed,
         cifar100_finetuned,
         cifar100_codes,
@@ -318,8 +319,15 @@ TABLES: dict[str, Callable[[], Table]] = {
         gpu_models,
         sharp_recall,
         sharp_listops,
+        sharp_imdb,
+        sharp_cifar100,
         *cost_tables.MAKERS,
         *gpu_tables.MAKERS,
+        *readme_tables.MAKERS,
+        deployment_tables.deployment_latency,
+        deployment_tables.deployment_speed,
+        deployment_tables.deployment_checks,
+        deployment_tables.deployment_runtimes,
     )
 } | hash_tables.MAKERS
 
@@ -348,6 +356,14 @@ def _figures(name: str) -> Any:
 def _rows(name: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = _figures(name)["rows"]
     return rows
+
+
+def _by_seed(name: str) -> Table:
+    """Each mechanism's accuracies on all seeds."""
+    found: dict[str, list[str]] = {}
+    for row in _figures(name)["rows"]:
+        found.setdefault(_name(row["label"]), []).append(_percent(row["accuracy"]))
+    return [[label, ", ".join(seeds)] for label, seeds in found.items()]
 
 
 def _by_label(name: str) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,114 @@
+"""The tables of README.md, docs/index.md and docs/conversion.md; `result_tables.py` fills them in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+Table = list[list[str]]
+WORTH_IT = 0.85
+"""Energy must fall below this share of native's, and CPU time must fall."""
+
+
+def gains() -> Table:
+    """What sharp_eco takes of the model as it is, and whether that is worth a conversion."""
+    speeds = {
+        int(name.split(",")[0]): _images_per_s(part) for name, part in _figures("gpu_models_sharp").items()
+    }
+    rows = []
+    for row in _figures("gains"):
+        energy, seconds = (row[key]["sharp_eco"] / row[key]["native"] for key in ("energy_pj", "cpu_seconds"))
+        gpu = speeds[row["size"]] if row["model"] == "PVTv2-B0" else None
+        times = f"{gpu['native'] / gpu['sharp_eco']:.2f}" if gpu else ""
+        worth = "yes" if energy < WORTH_IT and seconds < 1 else "no"
+        cells = [
+            row["model"],
+            f"{row['size']:,} {row['unit']}",
+            f"{energy:.2f}",
+            f"{seconds:.2f}",
+            times,
+            worth,
+        ]
+        rows.append(cells)
+    return [["your model", "its input", "energy", "time, CPU", "time, H200", "for you?"], *rows]
+
+
+def accuracies() -> Table:
+    """Accuracy after equal training; the mean over seeds, and how many."""
+    images = _by_mechanism([row for row in _figures("cifar100_sharp")["rows"] if row["seed"] == 0])
+    reviews = _by_mechanism(_figures("imdb_sharp")["rows"])
+    lists = _by_mechanism(_figures("listops_sharp")["rows"])
+    blunt = {row["label"]: row["accuracy"] for row in _figures("listops")["rows"]}
+    runs = [run for run in _figures("recall_sharp")["runs"] if run["pairs"] == 128 and not run["soft_start"]]
+    found = _by_mechanism([row for run in runs for row in run["rows"]])
+    return [
+        ["accuracy", "native", "softmax", "eco", "sharp_eco"],
+        [
+            "CIFAR-100, PVTv2-B0, 128 pixels",
+            *(_percent(images[name]) for name in ("native", "softmax", "eco", "sharp_eco")),
+        ],
+        [
+            "IMDb, 4,096 bytes",
+            *(_percent(reviews[name]) for name in ("softmax", "softmax", "eco", "sharp_eco")),
+        ],
+        [
+            "ListOps",
+            *[_percent(lists["softmax"])] * 2,
+            _percent([blunt["eco"]]),
+            _percent(lists["sharp_eco"]),
+        ],
+        [
+            "recall among 128 pairs, 16 bits",
+            *(_percent(found[name]) for name in ("softmax", "softmax", "eco", "sharp_eco")),
+        ],
+        ["the same, 48 bits", "", "", "", _percent(found["sharp_eco:bits=48,groups=8"])],
+    ]
+
+
+def million_tokens() -> Table:
+    """Peak memory of a million tokens, forward and backward."""
+    figures = _figures("million_tokens")
+    rows = [[order, f"{figures[order]['peak_rss_mb'] / 1024:.1f} GB"] for order in ("full", "causal")]
+    return [["order", "peak memory of the process"], *rows]
+
+
+def minilm() -> Table:
+    """A sentence encoder after conversion, transfer and distillation; means over seeds."""
+    names = ("spearman", "same nearest", "same ten nearest", "cosine to the original")
+    rows = [
+        [variant, stage, *(f"{mean(run[name] for run in runs):.3f}" for name in names)]
+        for variant, figures in _figures("minilm_sharp")["variants"].items()
+        for stage, runs in figures["stages"].items()
+    ]
+    header = ["mechanism", "stage", "Spearman", "same nearest", "same ten nearest", "cosine"]
+    return [header, ["native", "as it is", *["1.000"] * 4], *rows]
+
+
+def _images_per_s(part: dict[str, Any]) -> dict[str, float]:
+    """By the fastest backend of each mechanism."""
+    found: dict[str, float] = {}
+    for row in part["rows"]:
+        found[row["mechanism"]] = max(found.get(row["mechanism"], 0), row["images_per_s"])
+    return found
+
+
+def _by_mechanism(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        found.setdefault(row["mechanism"], []).append(row["accuracy"])
+    return found
+
+
+def _percent(accuracies: list[float]) -> str:
+    seeds = f" ({len(accuracies)} seeds)" if len(accuracies) > 1 else ""
+    return f"{100 * mean(accuracies):.1f} %{seeds}"
+
+
+def _figures(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
+
+
+MAKERS = (gains, accuracies, million_tokens, minilm)
