@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
 from pathlib import Path
 
 import pytest
 
 import ecoformer
 
+ROOT = Path(__file__).resolve().parents[1]
 HEAVY = (
     "accelerate",
     "matplotlib",
@@ -84,11 +91,42 @@ def test_contracted_names_are_public():
     assert contract <= set(ecoformer.__all__)
 
 
-def test_version_is_that_of_the_project_file():
-    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    version = next(line for line in text.splitlines() if line.startswith("version = "))
-    assert version == f'version = "{ecoformer.__version__}"'
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A wheel, built from an unpacked source distribution that was built from this folder, offline."""
+    source, out = (tmp_path_factory.mktemp(name) for name in ("source", "out"))
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for file in ROOT.iterdir():
+        if file.is_file():
+            shutil.copy(file, source)
+
+    def build(kind, folder):
+        code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(out)!r}))"
+        run = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        return out / run.stdout.splitlines()[-1]
+
+    with tarfile.open(build("sdist", source)) as archive:
+        archive.extractall(out, filter="data")
+    return build("wheel", out / f"ecoformer-{ecoformer.__version__}")
 
 
-def test_types_are_shipped():
-    assert (Path(ecoformer.__file__).parent / "py.typed").exists()
+def test_the_wheel_holds_every_file_of_the_package(built):
+    assert built.name == f"ecoformer-{ecoformer.__version__}-py3-none-any.whl"
+    files = [path.relative_to(ROOT / "src") for path in (ROOT / "src").rglob("*") if path.is_file()]
+    ours = {str(file) for file in files if not {"__pycache__", "ecoformer.egg-info"} & set(file.parts)}
+    assert "ecoformer/py.typed" in ours
+    assert ours <= set(zipfile.ZipFile(built).namelist())
+
+
+def test_the_wheel_works_in_an_empty_environment(built, tmp_path):
+    """What it depends on is found elsewhere; an editable installation there is not, on PYTHONPATH."""
+    venv.create(tmp_path, with_pip=False)
+    python = tmp_path / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", built]
+    subprocess.run([*map(str, install), "--quiet", "--disable-pip-version-check"], check=True)
+    others = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}
+    command = [tmp_path / "bin" / "ecoformer", "tables", "operation_energy_45nm"]
+    out = subprocess.run(command, env=others, capture_output=True, text=True, cwd=tmp_path)
+    assert out.returncode == 0, out.stderr
+    assert "fp32_mul" in out.stdout

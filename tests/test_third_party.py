@@ -1,10 +1,13 @@
 """timm and torchvision beside ecoformer, each time in a process of its own."""
 
+import pathlib
 import subprocess
 import sys
 import textwrap
 
 import pytest
+
+from ecoformer import third_party
 
 pytest.importorskip("timm")
 REPAIR = "from ecoformer.third_party import repair_torchvision; repair_torchvision()\n"
@@ -91,3 +94,8 @@ ecoformer.save(timm.create_model("ecoformer_pvt_v2_b0", **small), {str(tmp_path 
     python(REPAIR + saved)
     load = f"import ecoformer; print(type(ecoformer.load({str(tmp_path / 'm.safetensors')!r})).__name__)"
     assert python(REPAIR + load) == ["EcoPyramidVisionTransformerV2"]
+
+
+def test_the_extras_that_errors_name_exist():
+    project = (pathlib.Path(__file__).resolve().parents[1] / "pyproject.toml").read_text()
+    assert [extra for extra in third_party.EXTRAS if f"\n{extra} = [" not in project] == []

@@ -21,6 +21,7 @@ from ecoformer.conversion import (
     register_conversion,
     transfer,
 )
+from ecoformer.export import OnnxExport, export_onnx
 from ecoformer.functional import eco_attention, hash_attention, pack_codes, sign_ste, unpack_codes
 from ecoformer.hashing import (
     FitOptions,
@@ -56,6 +57,7 @@ __all__ = [
     "KlshHasher",
     "Ledger",
     "LshHasher",
+    "OnnxExport",
     "Plan",
     "Projections",
     "RefitHashers",
@@ -68,6 +70,7 @@ __all__ = [
     "create_attention",
     "distill",
     "eco_attention",
+    "export_onnx",
     "fit_hashers",
     "fitting",
     "hash_attention",

@@ -1,8 +1,8 @@
-"""timm and torchvision: our models registered with the one, the other repaired where its build is wrong.
+"""Optional packages: the extras that install them, our models registered with timm, torchvision repaired.
 
-`import ecoformer` imports neither. A torchvision built for CUDA cannot load its operators beside a CPU build
-of torch. Its import then fails with "operator torchvision::nms does not exist", and so do those of timm and
-transformers.
+`import ecoformer` imports none of them. A torchvision built for CUDA cannot load its operators beside a CPU
+build of torch. Its import then fails with "operator torchvision::nms does not exist", and so do those of timm
+and transformers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,23 @@ _DECLARED: list[torch.library.Library] = []
 """Declarations last as long as their library object."""
 
 
+EXTRAS = {
+    "vision": ("timm", "torchvision", "PIL"),
+    "text": ("transformers", "tokenizers"),
+    "train": ("accelerate", "pydantic", "sklearn", "tensorboard", "yaml"),
+    "figures": ("matplotlib",),
+    "energy": ("zeus",),
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
+}
+"""Packages that an extra of ours installs."""
+
+
 def import_library(name: str) -> Any:
-    """Import a module of timm or transformers, with one clear line where torchvision breaks it."""
+    """Import a module of an optional package; one clear line says what is missing or broken."""
     try:
         return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise missing(error) from error
     except RuntimeError as error:
         if "torchvision::" not in str(error):
             raise
@@ -34,13 +47,19 @@ def import_library(name: str) -> Any:
         ) from error
 
 
+def missing(error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """The error with the extra to install, if one of ours has the package."""
+    package = (error.name or "").partition(".")[0]
+    for extra, packages in EXTRAS.items():
+        if package in packages:
+            hint = f"{package} is not installed: pip install 'ecoformer[{extra}]'"
+            return ModuleNotFoundError(hint, name=package)
+    return error
+
+
 def import_timm() -> Any:
     """timm, with our models registered."""
-    try:
-        timm = import_library("timm")
-    except ModuleNotFoundError as error:
-        hint = f"{error.name} is not installed: pip install 'ecoformer[vision]'"
-        raise ModuleNotFoundError(hint, name=error.name) from error
+    timm = import_library("timm")
     for family in ("pvt_v2", "twins"):
         importlib.import_module(f"ecoformer.models.{family}")
     return timm

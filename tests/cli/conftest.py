@@ -85,6 +85,8 @@ def run(tmp_path, monkeypatch, capsys):
     """Runs the command in an empty folder."""
     monkeypatch.chdir(tmp_path)
 
+    monkeypatch.setattr("ecoformer.cli.common.FIRST_SECONDS", 1000)
+
     def command(*arguments, columns=120):
         capsys.readouterr()
         monkeypatch.setenv("COLUMNS", str(columns))
@@ -123,7 +125,7 @@ def refused(cli, tmp_path):
     def run(source, *arguments, words, out="out.safetensors"):
         before = sorted(tmp_path.rglob("*"))
         done = cli("convert", source, out, *arguments)
-        assert (done.status, done.out) == (1, "")
+        assert (done.status, done.out) == (2, "")
         assert done.err.startswith("ecoformer: ")
         assert done.err.endswith("\n")
         assert done.err.count("\n") == 1

@@ -205,7 +205,7 @@ class TestPlan:
         done = cli("plan", "pvt_v2_b0", "--resolution", "512", "--no-measure")
         assert done.status == 0
         lines = done.out.splitlines()
-        assert lines[0].split() == ["layer", "is", "energy,", "mJ", "after", "times"]
+        assert lines[0].split() == ["layer", "is", "mJ", "after", "ratio"]
         assert [line.split()[0] for line in lines[1:3]] == [
             "stages.0.blocks.0.attn",
             "stages.0.blocks.1.attn",

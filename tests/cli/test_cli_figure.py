@@ -61,7 +61,7 @@ def test_every_command_shows_an_example(cli):
 )
 def test_refusals(cli, tmp_path, arguments, words):
     status, out, err = cli(*arguments)
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert err.startswith("ecoformer: ")
     assert err.count("\n") == 1
     assert words in err
@@ -74,6 +74,6 @@ def test_a_picture_leaves_nothing_out_in_silence(cli, monkeypatch):
 
     monkeypatch.setattr(figure_command, "cost", lacking)
     status, _, err = cli("shares", "--models", "pvt_v2_b0", "--compare", "eco", "--out", "a.png")
-    assert status == 1
+    assert status == 2
     assert "eco: the paper accounting does not count stages.0.blocks.0.attn" in err
     assert "try --accounting exact" in err

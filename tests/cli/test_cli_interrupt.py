@@ -28,6 +28,20 @@ def test_ctrl_c_while_torch_is_imported_prints_no_traceback(tmp_path):
     assert (found.returncode, found.stdout, found.stderr) == (-signal.SIGINT, "", "")
 
 
+def test_a_slow_import_gives_a_sign_of_life(tmp_path):
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(1.5)\nraise SystemExit\n")
+    source = Path(ecoformer_command.__file__).parent
+    for arguments, lines in (([], 1), (["--json"], 0)):
+        found = subprocess.run(
+            [sys.executable, "-c", "import ecoformer_command; ecoformer_command.main()", "info", *arguments],
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{source}"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (found.stdout, found.stderr.count("\n")) == ("", lines)
+
+
 def test_later_commands_can_be_interrupted_as_always(monkeypatch):
     monkeypatch.setattr("ecoformer.cli.main", lambda: os.kill(os.getpid(), signal.SIGINT))
     handler = signal.getsignal(signal.SIGINT)

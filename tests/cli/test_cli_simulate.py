@@ -94,7 +94,7 @@ def test_a_text_model(facts, tmp_path):
 )
 def test_refusals(cli, arguments, words):
     status, out, err = cli(*arguments)
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert err.startswith("ecoformer: ")
     assert err.count("\n") == 1
     assert words in err

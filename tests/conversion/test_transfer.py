@@ -89,9 +89,19 @@ def test_planes_learn_relative_to_their_size():
         for layer in student.encoder.layers:
             for parameter in layer.self_attn.attention.qk.parameters():
                 parameter.data *= size
-        found.append(transfer(student, teacher, BATCHES, steps=5, **QUIET).layers)
+        found.append(
+            transfer(student, teacher, BATCHES, steps=5, lr=3e-2, projection_lr=1e-3, **QUIET).layers
+        )
     for name, losses in found[0].items():
         assert losses == pytest.approx(found[1][name], rel=1e-3)
+
+
+def test_layers_learn_inside_autocast():
+    """Autocast keeps weights in low precision until its context ends, here longer than one step."""
+    student, teacher = pair("sharp_eco")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = transfer(student, teacher, BATCHES, steps=80, projection_lr=1e-2, **QUIET)
+    assert all(result.final[name] < 0.8 * losses[0] for name, losses in result.layers.items())
 
 
 class Skips(Classifier):

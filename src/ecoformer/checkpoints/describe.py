@@ -7,7 +7,6 @@ library builds the model).
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 from typing import Any
@@ -140,23 +139,19 @@ def rebuild(description: dict[str, Any]) -> nn.Module:
     """A model as described, with fresh weights; the global random state stays as it was."""
     built = description["model"]
     name, library = built["name"], built["library"]
-    try:
-        with torch.random.fork_rng(devices=[]):
-            if library == "timm":
-                model = _timm(name, built["arguments"], built.get("images", {}))
-            elif library == "transformers":
-                model = _transformers(name, built["config"], built.get("attention"))
-            elif library == "ecoformer" and name in _OURS:
-                model = getattr(importlib.import_module(_OURS[name]), name)(**_tuples(built["arguments"]))
-            else:
-                raise CheckpointError(
-                    f"the file holds a {name}, which cannot be built from its name: build it and pass it as "
-                    "ecoformer.load(path, model)"
-                )
-            return prepare(model, description)
-    except ModuleNotFoundError as error:
-        extra = "text" if library == "transformers" else "vision"
-        raise ImportError(f"{name} needs {error.name}: pip install 'ecoformer[{extra}]'") from error
+    with torch.random.fork_rng(devices=[]):
+        if library == "timm":
+            model = _timm(name, built["arguments"], built.get("images", {}))
+        elif library == "transformers":
+            model = _transformers(name, built["config"], built.get("attention"))
+        elif library == "ecoformer" and name in _OURS:
+            model = getattr(import_library(_OURS[name]), name)(**_tuples(built["arguments"]))
+        else:
+            raise CheckpointError(
+                f"the file holds a {name}, which cannot be built from its name: build it and pass it as "
+                "ecoformer.load(path, model)"
+            )
+        return prepare(model, description)
 
 
 def prepare(model: nn.Module, description: dict[str, Any]) -> nn.Module:

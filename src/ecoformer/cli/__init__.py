@@ -12,6 +12,7 @@ from ecoformer.arguments import one_line
 from ecoformer.cli.bench import bench
 from ecoformer.cli.convert import convert
 from ecoformer.cli.cost import cost
+from ecoformer.cli.export import export
 from ecoformer.cli.figure import figure
 from ecoformer.cli.info import info
 from ecoformer.cli.plan import plan
@@ -19,7 +20,7 @@ from ecoformer.cli.report import demo, report
 from ecoformer.cli.simulate import simulate
 from ecoformer.cli.tables import tables
 from ecoformer.cli.train import evaluate, train
-from ecoformer.third_party import repair_torchvision
+from ecoformer.third_party import missing, repair_torchvision
 
 app = typer.Typer(
     name="ecoformer",
@@ -33,6 +34,7 @@ app.command()(convert)
 app.command()(cost)
 app.command()(demo)
 app.command("eval")(evaluate)
+app.command()(export)
 app.command()(info)
 app.command()(plan)
 app.command()(train)
@@ -52,12 +54,17 @@ def version(show: bool = typer.Option(False, "--version", help="Show the version
 
 
 def main() -> None:
-    """Run a command. Errors are one line; ECOFORMER_DEBUG=1 shows the traceback."""
+    """Run a command. Errors are one line; ECOFORMER_DEBUG=1 shows the traceback.
+
+    The exit status is 2 if the command cannot do what was asked, and 1 if it tried and failed.
+    """
     try:
         repair_torchvision()
         app()
     except Exception as error:
         if os.environ.get("ECOFORMER_DEBUG"):
             raise
+        if isinstance(error, ModuleNotFoundError):
+            error = missing(error)
         typer.echo(f"ecoformer: {one_line(error, 2000)}", err=True)
-        sys.exit(1)
+        sys.exit(1 if isinstance(error, RuntimeError) else 2)

@@ -9,15 +9,14 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
+from ecoformer.accounting.ledger import short
 from ecoformer.attention.registry import attention_class
 from ecoformer.backends.choice import VARIABLE, default_backend
 from ecoformer.benchmarking import Row, Run
 from ecoformer.benchmarking.attention import DTYPES, MECHANISMS, Setting, bench_attention
-from ecoformer.benchmarking.measuring import Bench, no_progress
+from ecoformer.benchmarking.measuring import Bench
 from ecoformer.benchmarking.models import Load, bench_fit, bench_models
 from ecoformer.cli import common
 from ecoformer.cli.sources import inputs_of, open_model
@@ -26,7 +25,7 @@ from ecoformer.running import NOT_TAKEN, eval_mode, not_taken, run_on_meta
 
 Device = Annotated[str | None, typer.Option(help="`cpu` or `cuda`; default: the GPU, if there is one.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: PyTorch's.", min=1, max=1024)]
-Energy = Annotated[bool, typer.Option("--energy", help="Measure the energy of an NVIDIA GPU by NVML.")]
+Energy = Annotated[bool, typer.Option("--energy", help="Measure energy by Zeus: a GPU (NVML) or CPU (RAPL).")]
 Graphs = Annotated[bool, typer.Option("--graphs", help="Time CUDA graphs, without kernel launches.")]
 Seconds = Annotated[float, typer.Option(help="Approximate seconds for each contestant.", min=0.01)]
 
@@ -45,7 +44,12 @@ def attention(
     backward: Annotated[bool, typer.Option("--backward", help="Forward and backward.")] = False,
     causal: Annotated[bool, typer.Option("--causal", help="Causal attention.")] = False,
     mechanisms: Annotated[
-        str, typer.Option(help="Names from `ecoformer info`; `explicit` forms the N x N matrix.")
+        str,
+        typer.Option(
+            help="Names from `ecoformer info`; `explicit` forms the N x N matrix. "
+            f"Default: {', '.join(MECHANISMS)}.",
+            show_default=False,
+        ),
     ] = ",".join(MECHANISMS),
     compile_: Annotated[
         bool, typer.Option("--compile", help="Also hashed attention by torch.compile.")
@@ -63,7 +67,7 @@ def attention(
     shapes = [_shape(text) for text in shape or ["1,1,3136,32"]]
     names, on = _mechanisms("--mechanisms", mechanisms, ["explicit"]), _device(device)
     settings = [Setting(size, DTYPES[dtype], on, causal, backward, compile_) for size in shapes]
-    with _measuring(threads) as progress:
+    with _measuring(threads, as_json) as progress:
         how = Bench(on, seconds, graphs, energy=energy, progress=progress)
         run = bench_attention(settings, names, how)
     _show(run, as_json)
@@ -74,7 +78,11 @@ def model(
     name: common.Model,
     attention: Annotated[
         str,
-        typer.Option(help="Mechanisms; `native` is the model as it is, `explicit` forms the N x N matrix."),
+        typer.Option(
+            help="Mechanisms; `native` is the model as it is, `explicit` forms the N x N matrix. "
+            "Default: softmax, native, eco, sharp_eco.",
+            show_default=False,
+        ),
     ] = "softmax,native,eco,sharp_eco",
     resolution: common.Resolution = None,
     tokens: common.Tokens = None,
@@ -109,7 +117,7 @@ def model(
         channels_last=channels_last,
         amp=precision,
     )
-    with _measuring(threads) as progress:
+    with _measuring(threads, as_json) as progress:
         how = Bench(on, seconds, graphs, energy=energy, progress=progress)
         run = bench_models(built, names, load, sizes, how)
     _show(run, as_json)
@@ -131,7 +139,8 @@ def fit(
     """
     size, on = _shape(shape), _device(device)
     tokens = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(on)
-    with _measuring(threads):
+    with _measuring(threads, as_json) as progress:
+        progress(f"fitting {repeats} times")
         run = bench_fit(KernelHasher(size[1], size[3], bits, support).to(on), tokens, repeats)
     _show(run, as_json)
 
@@ -185,35 +194,30 @@ def _device(name: str | None) -> torch.device:
 
 
 @contextmanager
-def _measuring(threads: int | None) -> Iterator[Callable[[str], None]]:
-    """Set the number of CPU threads, and show progress on a terminal."""
+def _measuring(threads: int | None, as_json: bool) -> Iterator[Callable[[str], None]]:
+    """Set the number of CPU threads, and show progress."""
     default_backend()  # refuses a wrong name in the environment
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
-    console = Console(stderr=True)
     try:
-        if console.is_terminal:
-            with console.status("starting") as status:
-                yield status.update
-        else:
-            yield no_progress
+        with common.progress(as_json) as show:
+            yield show
     finally:
         torch.set_num_threads(before)
 
 
 def _show(run: Run, as_json: bool) -> None:
-    """Print a run in tables of at most 100 columns; the exit status is 1 if a result was wrong."""
+    """Print a run in tables; the exit status is 1 if a result was wrong."""
     if (name := default_backend()) is not None:
         run.notes.append(f"{VARIABLE}={name} is ignored: a benchmark runs every available backend")
     if as_json:
         common.print_json(run.to_dict())
     else:
-        console = common.plain_console()
-        console.print(f"{run.device}, CPU threads: {run.threads}", soft_wrap=True)
+        common.say(f"{run.device}, CPU threads: {run.threads}")
         for title, rows in groupby(run.rows, key=_title):
-            console.print(_table(title, list(rows)), width=100)
+            _print(title, list(rows))
         for note in run.notes:
-            console.print(note, soft_wrap=True)
+            common.say(note)
     if run.wrong:
         raise typer.Exit(1)
 
@@ -230,37 +234,27 @@ def _title(row: Row) -> str:
     return ", ".join(words)
 
 
-def _table(title: str, rows: list[Row]) -> Table:
+def _print(title: str, rows: list[Row]) -> None:
     """Columns that no row fills are left out; failures are listed below."""
-    table = Table("mechanism", "backend", title=title, title_justify="left")
     cells = [_cells(row) for row in rows]
-    names = [name for name in cells[0] if any(row[name] for row in cells)]
-    for name in names:
-        table.add_column(name, justify="right")
-    for row, cell in zip(rows, cells, strict=True):
-        table.add_row(row.mechanism, row.backend, *(cell[name] for name in names))
-    table.caption = "\n".join(f"{row.label}: {row.failure}" for row in rows if row.failure) or None
-    table.caption_justify = "left"
-    return table
+    figures = [name for name in list(cells[0])[2:] if any(row[name] for row in cells)]
+    common.say(f"\n{title}")
+    common.print_table(["mechanism", "backend"], cells, figures)
+    for row in rows:
+        if row.failure:
+            common.say(f"{row.label}: {row.failure}")
 
 
 def _cells(row: Row) -> dict[str, str]:
-    timing, check, checked = row.timing, row.checked, ""
-    if check is not None and check.passed:
-        checked = f"{check.error:.0e} ≤ {check.bound:.0e}" if check.bound else check.against
+    timing, check = row.timing, row.checked
     return {
-        "ms": _short(timing.median_ms if timing else None),
-        "quartiles": f"{_short(timing.low_ms)} – {_short(timing.high_ms)}" if timing else "",
-        f"{row.counted}/s": _short(row.per_second),
-        "speed, SDPA = 1": _short(row.ratio_to_sdpa),
-        "MB": _short(row.peak_mb),
-        "J": _short(row.energy["per_item_joules"] if row.energy else None),
-        "checked": checked,
+        "mechanism": row.mechanism,
+        "backend": row.backend,
+        "ms": short(timing.median_ms if timing else None),
+        "quartiles": f"{short(timing.low_ms)}–{short(timing.high_ms)}" if timing else "",
+        f"{row.counted}/s": short(row.per_second),
+        "speed\nSDPA = 1": short(row.ratio_to_sdpa),
+        "MB": short(row.peak_mb),
+        "mJ": short(row.energy["per_item_joules"] * 1e3 if row.energy else None),
+        "error": f"{check.error:.0e}" if check is not None and check.passed else "",
     }
-
-
-def _short(value: float | None) -> str:
-    """Three digits, and all of those before the point."""
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterable
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor, nn
 
-from ecoformer.attention.registry import settings_of, unknown_setting
+from ecoformer.attention.base import unknown_setting
+from ecoformer.attention.registry import attention_class
 from ecoformer.cli.sources import inputs_of, open_model
 from ecoformer.conversion import convert
 
@@ -21,6 +27,8 @@ NATIVE = "native"
 INPUTS = ("resolution", "tokens")
 """Parameters of the input in `--sweep`; all others are arguments of the mechanism."""
 
+FIRST_SECONDS = 1.0
+"""Before the first line about the progress."""
 _SYNONYMS = {"m": "support"}
 """The paper's letters for settings."""
 
@@ -47,17 +55,58 @@ Resolution = Annotated[
 Tokens = Annotated[
     int | None, typer.Option(help="Tokens of the text; default: the longest that it takes.", min=1)
 ]
+Pretrained = Annotated[
+    bool, typer.Option("--pretrained", help="Load the trained weights of a model given by its name.")
+]
 Accounting = Annotated[
     Literal["paper", "exact"],
     typer.Option(help="`paper` counts what the paper counts, `exact` everything that is executed."),
 ]
-Energy = Annotated[str, typer.Option(help="An energy table's name, or a JSON file.")]
+Energy = Annotated[
+    str,
+    typer.Option(
+        help="Energy of an operation: `45nm` or `7nm`, with memory `45nm-dram` or `7nm-hbm`, in other widths "
+        "`int8-7nm`; or a JSON file."
+    ),
+]
 
 
 def plain_console() -> Console:
     """A console that prints brackets in names as they are, and long lines in a pipe."""
     console = Console(markup=False, highlight=False)
-    return console if console.is_terminal else Console(markup=False, highlight=False, width=200)
+    if console.is_terminal or "COLUMNS" in os.environ:
+        return console
+    return Console(markup=False, highlight=False, width=200)
+
+
+@contextmanager
+def progress(as_json: bool = False) -> Iterator[Callable[[str], None]]:
+    """Show on stderr what is being done: a status line on a terminal; in a pipe, a line every few seconds."""
+    console = Console(stderr=True, markup=False, highlight=False)
+    if console.is_terminal:
+        with console.status("") as status:
+            yield status.update
+        return
+    doing, done = [""], threading.Event()
+
+    def report() -> None:
+        shown, seconds = "", FIRST_SECONDS
+        while not done.wait(seconds):
+            if doing[0] != shown:
+                shown, seconds = doing[0], 5.0
+                console.print(shown, soft_wrap=True)
+
+    if not as_json:
+        threading.Thread(target=report, daemon=True).start()
+    try:
+        yield partial(doing.__setitem__, 0)
+    finally:
+        done.set()
+
+
+def say(text: object) -> None:
+    """Print text, broken between words where the terminal ends."""
+    plain_console().print(str(text))
 
 
 def print_json(facts: Any) -> None:
@@ -65,12 +114,18 @@ def print_json(facts: Any) -> None:
     typer.echo(json.dumps(facts, indent=2))
 
 
-def print_table(names: Iterable[str], rows: Iterable[dict[str, Any]], figures: Iterable[str]) -> None:
-    """Print rows as a table: names on the left, figures aligned to the right."""
-    columns = [(name, False) for name in names] + [(figure, True) for figure in figures]
-    table = Table(*(Column(name, justify="right" if figure else "left") for name, figure in columns))
+def print_table(
+    names: Iterable[str], rows: Iterable[dict[str, Any]], figures: Iterable[str], **about: Any
+) -> None:
+    """Print rows as a table: names on the left, figures aligned to the right and never cut or broken.
+
+    `about` are arguments of the table, such as its `title`.
+    """
+    columns = [Column(name, overflow="fold") for name in names]
+    columns += [Column(name, justify="right", no_wrap=True) for name in figures]
+    table = Table(*columns, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), **about)
     for row in rows:
-        table.add_row(*(str(row[name]) for name, _ in columns))
+        table.add_row(*(str(row[str(column.header)]) for column in columns))
     plain_console().print(table)
 
 
@@ -120,9 +175,9 @@ def _value(text: str) -> Any:
 
 def check_settings(mechanisms: Iterable[str], keys: Iterable[str]) -> None:
     """Refuse a setting that none of these mechanisms has."""
-    named = [name for name in mechanisms if name != NATIVE]
+    named = [attention_class(name) for name in mechanisms if name != NATIVE]
     for key in keys:
-        if not any(key in settings_of(name) for name in named):
+        if not any(key in cls.settings() for cls in named):
             problem = unknown_setting(key, named) if named else f"{key!r} needs a mechanism: name one"
             raise ValueError(f"--set: {problem}")
 
@@ -144,7 +199,7 @@ def counted_model(
     _, inputs = inputs_of(model, resolution, tokens)
     example = inputs(batch)
     if mechanism != NATIVE:
-        known = settings_of(mechanism)
+        known = attention_class(mechanism).settings()
         own = {key: value for key, value in (settings or {}).items() if key in known}
         convert(model, mechanism, example=example, **own)
     return model, example

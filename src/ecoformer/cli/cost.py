@@ -8,10 +8,9 @@ import typer
 
 from ecoformer.accounting import Ledger
 from ecoformer.accounting import cost as cost_of
+from ecoformer.accounting.ledger import short
 from ecoformer.cli import common
 from ecoformer.cli.common import NATIVE
-
-_DIVISORS = {"10⁹": 1e9, "10⁶": 1e6}
 
 
 def cost(
@@ -66,7 +65,11 @@ def cost(
 
     def ledger_of(mechanism: str, **changed: Any) -> Ledger:
         at = changed if key in common.INPUTS else size
-        return cost_of(*common.counted_model(model, mechanism, chosen | changed, **at), **how)
+        with common.progress(as_json) as progress:
+            progress(
+                " ".join(["counting", mechanism, *(f"{name}={value}" for name, value in changed.items())])
+            )
+            return cost_of(*common.counted_model(model, mechanism, chosen | changed, **at), **how)
 
     if sweep is not None:
         rows = [
@@ -86,19 +89,25 @@ def cost(
             _print([({"attention": name}, ledger) for name, ledger in ledgers.items()])
     else:
         ledger = ledger_of(names[0])
-        typer.echo(ledger.to_json() if as_json else ledger)
+        if as_json:
+            typer.echo(ledger.to_json())
+        else:
+            common.say(ledger)
 
 
 def _print(rows: list[tuple[dict[str, Any], Ledger]]) -> None:
     """Print several ledgers, each with what distinguishes it: the mechanism, and the value of a sweep."""
-    unit = "10⁹" if min(ledger.total.mul for _, ledger in rows) >= 1e7 else "10⁶"
     cells = []
     for about, ledger in rows:
-        amounts = {"mul": ledger.total.mul, "add": ledger.total.add, "energy, pJ": ledger.energy_pj}
-        figures = {f"{name} ({unit})": f"{x / _DIVISORS[unit]:,.2f}" for name, x in amounts.items()}
-        cells.append(about | figures | {"share of attention": f"{ledger.shares()['attention']:.0%}"})
+        total = ledger.total
+        amounts = {"mul (M)": total.mul / 1e6, "add (M)": total.add / 1e6}
+        if total.bytes:
+            amounts["MB"] = total.bytes / 1e6
+        amounts["mJ"] = ledger.energy_pj / 1e9
+        share = {"in attention": f"{ledger.shares()['attention']:.0%}"}
+        cells.append(about | {name: short(x) for name, x in amounts.items()} | share)
     names = list(rows[0][0])
     common.print_table(names, cells, [name for name in cells[0] if name not in names])
     for name, ledger in {about["attention"]: ledger for about, ledger in rows}.items():
         for what, layers in ledger.notes():
-            typer.echo(f"{what} ({name}): {', '.join(layers)}")
+            common.say(f"{what} ({name}): {', '.join(layers)}")

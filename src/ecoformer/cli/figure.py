@@ -19,9 +19,13 @@ Out = Annotated[Path, typer.Option(help="The file: .png, .svg or .pdf.", callbac
 @figure.command()
 def shares(
     out: Out,
-    models: Annotated[str, typer.Option(help="Models between commas, as in `ecoformer cost`.")] = ",".join(
-        f"pvt_v2_b{i}" for i in range(5)
-    ),
+    models: Annotated[
+        str,
+        typer.Option(
+            help="Models between commas, as in `ecoformer cost`. Default: pvt_v2_b0 to b4.",
+            show_default=False,
+        ),
+    ] = ",".join(f"pvt_v2_b{i}" for i in range(5)),
     compare: common.Compare = "softmax,eco",
     accounting: common.Accounting = "paper",
     energy: common.Energy = "fp32-45nm",

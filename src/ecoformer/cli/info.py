@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Column, Table
 from torch import nn
 
 from ecoformer import __version__
@@ -17,7 +16,7 @@ from ecoformer.attention import list_attentions
 from ecoformer.backends.choice import PREFERRED, VARIABLE, available, default_backend, why_not_on
 from ecoformer.benchmarking.attention import check_backends
 from ecoformer.benchmarking.results import Row
-from ecoformer.cli.common import MODEL_HELP, AsJson, plain_console, print_json
+from ecoformer.cli.common import MODEL_HELP, AsJson, print_json, print_table, say
 from ecoformer.cli.sources import open_model
 from ecoformer.conversion.layers import Found, find_layers
 
@@ -58,16 +57,25 @@ def _check(as_json: bool) -> None:
     elif not rows:
         typer.echo("no fused backend can run here (`ecoformer info` says why); eager needs no check")
     else:
-        table = Table("backend", "shape", "bits, support", "dtype", "compared", "error", "bound", "")
-        for row in rows:
-            facts, held = row.setting, row.checked
-            what = ("gradients" if facts["backward"] else "output") + (", causal" if facts["causal"] else "")
-            numbers = ("", "") if held is None else (f"{held.error:.1e}", f"{held.bound:.1e}")
-            sizes = ", ".join(map(str, facts["shape"])), f"{facts['bits']}, {facts['support']}"
-            table.add_row(row.backend, *sizes, facts["dtype"], what, *numbers, row.failure or "right")
-        plain_console().print(table)
+        names = ["backend", "shape", "bits", "dtype", "compared", "error", "bound", ""]
+        print_table(names, map(_check_cells, rows), [])
     if any(row.wrong for row in rows):
         raise typer.Exit(1)
+
+
+def _check_cells(row: Row) -> dict[str, str]:
+    facts, held = row.setting, row.checked
+    return {
+        "backend": row.backend,
+        "shape": ", ".join(map(str, facts["shape"])),
+        "bits": str(facts["bits"]),
+        "dtype": facts["dtype"],
+        "compared": ("gradients" if facts["backward"] else "output")
+        + (", causal" if facts["causal"] else ""),
+        "error": "" if held is None else f"{held.error:.0e}",
+        "bound": "" if held is None else f"{held.bound:.0e}",
+        "": row.failure or "right",
+    }
 
 
 def versions() -> dict[str, str]:
@@ -124,22 +132,18 @@ def _layer(found: Found) -> dict[str, Any]:
 
 
 def _show_machine(facts: dict[str, Any]) -> None:
-    table = Table(show_header=False, box=None)
-    for name, value in facts["versions"].items():
-        table.add_row(name, value)
-    for name, value in facts["backends"].items():
-        table.add_row(f"backend {name}", value)
-    table.add_row("mechanisms", ", ".join(facts["mechanisms"]))
-    plain_console().print(table)
+    rows = facts["versions"] | {f"backend {name}": value for name, value in facts["backends"].items()}
+    rows["mechanisms"] = ", ".join(facts["mechanisms"])
+    print_table(["", " "], ({"": name, " ": value} for name, value in rows.items()), [], show_header=False)
 
 
 def _show_model(facts: dict[str, Any]) -> None:
-    console = plain_console()
-    console.print(f"{facts['model']}: {facts['class']}, {facts['parameters']:,} parameters", soft_wrap=True)
-    # --layers takes these names: do not cut them.
-    table = Table(Column("layer", overflow="fold"), "attention", "channels", "heads", "more")
+    say(f"{facts['model']}: {facts['class']}, {facts['parameters']:,} parameters\n")
+    columns = {"layer": "name", "attention": "attention", "channels": "dim", "heads": "heads"}
+    rows = []
     for layer in facts["layers"]:
-        columns = ("name", "attention", "dim", "heads")
-        more = ", ".join(f"{key}: {value}" for key, value in layer.items() if key not in columns)
-        table.add_row(*(str(layer.get(key, "")) for key in columns), more)
-    console.print(table)
+        more = [f"{layer[key]} {key}" for key in ("bits", "groups") if key in layer]
+        more += ["fitted" if layer["fitted"] else "not fitted"] if "fitted" in layer else []
+        more += [f"{key}: {layer[key]}" for key in ("local", "cannot be converted") if key in layer]
+        rows.append({head: layer.get(key, "") for head, key in columns.items()} | {"more": ", ".join(more)})
+    print_table([*columns, "more"], rows, [])

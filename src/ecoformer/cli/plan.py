@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -30,12 +30,14 @@ def plan(
     common.exclude(("--resolution", resolution), ("--tokens", tokens))
     config = common.parse_settings(settings or [])
     common.check_settings([attention], config)
-    opened = open_model(model, resolution=resolution, tokens=tokens).model
-    _, inputs = inputs_of(opened, resolution, tokens)
-    found = plan_of(
-        opened, attention, inputs(batch), layers=layers or None, energy=energy, measure=measure, **config
-    )
+    with common.progress(as_json) as progress:
+        progress(f"opening {model}")
+        opened = open_model(model, resolution=resolution, tokens=tokens).model
+        _, inputs = inputs_of(opened, resolution, tokens)
+        progress("measuring both models")
+        how: dict[str, Any] = {"layers": layers or None, "energy": energy, "measure": measure}
+        found = plan_of(opened, attention, inputs(batch), **how, **config)
     if as_json:
         common.print_json(found.to_dict())
     else:
-        typer.echo(found)
+        common.say(found)

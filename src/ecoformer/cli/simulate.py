@@ -97,10 +97,10 @@ def model(
         parts = (
             f"{part} {each['energy_nj'] / found['energy_nj']:.0%}" for part, each in found["parts"].items()
         )
-        typer.echo(f"energy of {mechanism}: {', '.join(parts)}")
+        common.say(f"energy of {mechanism}: {', '.join(parts)}")
         if found["uncounted"]:
-            typer.echo(f"not counted ({mechanism}): {', '.join(found['uncounted'])}")
-    typer.echo(f"not simulated: {found['not_simulated']}")
+            common.say(f"not counted ({mechanism}): {', '.join(found['uncounted'])}")
+    common.say(f"not simulated: {found['not_simulated']}")
 
 
 def _bits(text: str) -> tuple[int, int]:
@@ -117,7 +117,7 @@ def _print(totals: dict[str, Total]) -> None:
             "cycles": f"{total.cycles:,}",
             "stalls": f"{total.stall_cycles / total.cycles:.0%}",
             "ms": f"{total.latency_s * 1e3:.4g}",
-            "energy (mJ)": f"{total.energy_nj / 1e6:.4g}",
+            "mJ": f"{total.energy_nj / 1e6:.4g}",
             "in DRAM": f"{total.energy.dram / total.energy_nj:.0%}",
         }
         for name, total in totals.items()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +80,8 @@ def open_model(
     """
     path = Path(name)
     is_name = not path.is_dir() and not path.is_file()
+    if pretrained:
+        _check_network()
     if architecture is not None and not path.is_file():
         raise ValueError(f"--model is for a weights file, but {name} is not a file")
     if pretrained and not is_name:
@@ -121,7 +126,6 @@ def _is_timm(name: str) -> bool:
 def _download(name: str, patterns: tuple[str, ...]) -> Path:
     """A folder with these files of a repository on the Hugging Face Hub, from its cache if possible."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
@@ -129,12 +133,8 @@ def _download(name: str, patterns: tuple[str, ...]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:
-        reason = one_line(error, 120)
-        if isinstance(error, LocalEntryNotFoundError):
-            reason = "no network, and it is not in the cache; pass a folder instead"
-        elif isinstance(error, RepositoryNotFoundError):
-            reason = "no such model"
-        problem = f"{name!r} is not a file or a folder, nor a model on the Hugging Face Hub ({reason})"
+        where = "is not a file or a folder, nor a model on the Hugging Face Hub"
+        problem = f"{name!r} {where} ({_no_file(error)})"
         if "/" in name:
             raise ValueError(problem) from error
         try:
@@ -142,6 +142,28 @@ def _download(name: str, patterns: tuple[str, ...]) -> Path:
         except ModuleNotFoundError as missing:
             raise ValueError(f"{problem}; {missing}") from error
         raise
+
+
+def _no_file(error: Exception) -> str:
+    """Why the Hugging Face Hub gave no file."""
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if isinstance(error, LocalEntryNotFoundError):
+        return "no network, and it is not in the cache; pass a folder or a file instead"
+    return "no such model" if isinstance(error, RepositoryNotFoundError) else one_line(error, 120)
+
+
+def _check_network() -> None:
+    """Without a network, let the Hub's client use its cache at once: it would try again for a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return
+    hub = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((hub.hostname or "", hub.port or 443), timeout=3).close()
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
 
 
 def _from_file(path: Path) -> Source:
@@ -164,15 +186,14 @@ def _is_safetensors(path: Path) -> bool:
 
 
 def _from_weights(path: Path, architecture: str) -> Source:
-    from timm.models import load_checkpoint, load_state_dict
-
+    timm_models = import_library("timm.models")
     with _file_errors(f"{path.name} cannot be read as weights"):
-        state = load_state_dict(str(path), weights_only=True)
+        state = timm_models.load_state_dict(str(path), weights_only=True)
     names = ("head.weight", "fc.weight", "classifier.weight")
     head = next((state[name] for name in names if name in state), None)
     model = _timm(architecture, **({} if head is None else {"num_classes": head.shape[0]}))
     with _file_errors(f"{path.name} does not fit {architecture}"):
-        load_checkpoint(model, str(path), strict=True, weights_only=True)
+        timm_models.load_checkpoint(model, str(path), strict=True, weights_only=True)
     return Source(model, f"timm model {architecture} with the weights of {path.name}")
 
 
@@ -185,10 +206,9 @@ def _from_folder(path: Path, name: str, sizes: dict[str, int | None] | None = No
             return Source(load(path), f"checkpoint {name}")
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"folder {path} has no config.json: was it written by save_pretrained?")
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging = import_library("transformers.utils.logging")
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     notes: tuple[str, ...] = ()
     if sizes is None:
         model = folders.load_transformers(path, name=name, safetensors_only=False)
@@ -206,7 +226,10 @@ def _timm(name: str, image_size: int | None = None, **arguments: Any) -> nn.Modu
         with contextlib.suppress(TypeError):  # models for images of any size have no such argument
             model = create(name, img_size=image_size, **arguments)
             return model.eval()
-    model = create(name, **arguments)
+    try:
+        model = create(name, **arguments)
+    except OSError as error:  # raised by downloads
+        raise OSError(f"the weights of {name} cannot be downloaded ({_no_file(error)})") from error
     return model.eval()
 
 

@@ -6,14 +6,20 @@ from collections import Counter
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.padding import Padding
-from rich.table import Table
 
-from ecoformer.cli.common import AsJson, plain_console, print_json
+from ecoformer.cli.common import AsJson, plain_console, print_json, print_table, progress, say
 from ecoformer.report.tables import STATUSES, Cell, PaperTable, list_tables, paper_table
 
 _MARKS = {"equal": "=", "differs": "≠", "open": "~", "slip": "!", "not ours": ""}
+_HEADS = {
+    "mul_b": "mul\n10⁹",
+    "add_b": "add\n10⁹",
+    "energy_bpj": "energy\nmJ",
+    "energy_pj": "energy\npJ",
+    "throughput_img_s_rtx3090": "img/s\nRTX 3090",
+}
+"""Of columns; 10⁹ pJ, the paper's unit, are 1 mJ."""
 
 
 def tables(
@@ -24,7 +30,11 @@ def tables(
 
     Example: `ecoformer tables imagenet_main`
     """
-    found = [paper_table(each) for each in ([name] if name is not None else list_tables())]
+    found = []
+    with progress(as_json) as show:
+        for each in [name] if name is not None else list_tables():
+            show(f"counting {each}")
+            found.append(paper_table(each))
     if as_json:
         print_json([table.to_dict() for table in found])
     else:
@@ -32,27 +42,24 @@ def tables(
 
 
 def _show(found: list[PaperTable]) -> None:
-    console = plain_console()
     for table in found:
-        console.print(f"{table.title} ({table.name})", style="bold")
-        shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        shown.add_column("", no_wrap=True)
-        for column in table.columns:
-            shown.add_column(column, no_wrap=True)
-        for row, cells in table.rows():
-            shown.add_row(row, *map(_text, cells))
-        console.print(shown)
+        say(f"{table.title} ({table.name})\n")
+        heads = {column: _HEADS.get(column, "\n".join(column.rsplit("_", 1))) for column in table.columns}
+        rows = [{"": row} | {heads[c.column]: _text(c) for c in cells} for row, cells in table.rows()]
+        print_table([""], rows, heads.values())
+        say("")
         for remark in table.remarks():
-            console.print(Padding(remark, (0, 0, 0, 2), expand=False))
-        console.print()
+            plain_console().print(Padding(remark, (0, 0, 0, 2), expand=False))
+        say("")
     counts = Counter(cell.status for table in found for cell in table.cells)
-    console.print("A cell is: printed, mark, ours, and the difference where there is one.")
-    for status, meaning in STATUSES.items():
-        console.print(f"  {_MARKS[status] or ' '} {counts[status]:>3} {status:<8} {meaning}")
+    say("A cell is the printed figure, a mark, and ours where it is another.")
+    rows = [{"": _MARKS[s], "cells": str(counts[s]), "status": s, "meaning": m} for s, m in STATUSES.items()]
+    print_table(["", "cells", "status", "meaning"], rows, [])
 
 
 def _text(cell: Cell) -> str:
+    """Marks are aligned where no cell of a column has another figure."""
     if cell.ours is None:
         return cell.text
-    ours = f"{cell.text} {_MARKS[cell.status]} {cell.ours:.{cell.digits}f}"
-    return f"{ours} {cell.difference:+.{cell.digits}f}" if cell.difference else ours
+    ours = f" {cell.ours:.{cell.digits}f}" if cell.difference else ""
+    return f"{cell.text} {_MARKS[cell.status]}{ours}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from ecoformer.cli.common import AsJson, print_json
+from ecoformer.cli.common import AsJson, print_json, print_table
 
 Change = Annotated[
     list[str] | None,
@@ -33,10 +33,13 @@ def train(
 
     Several processes: `torchrun --nproc-per-node 2 -m ecoformer train digits`
     """
-    training = _training()
+    from ecoformer import training
+
     if recipe is None:
-        for name in training.list_recipes():
-            typer.echo(f"{name:<18} {training.load_recipe(name).about}")
+        rows = (
+            {"recipe": name, "about": training.load_recipe(name).about} for name in training.list_recipes()
+        )
+        print_table(["recipe", "about"], rows, [])
         return
     chosen = training.load_recipe(recipe, change or [])
     if show_recipe:
@@ -53,7 +56,7 @@ def train(
     typer.echo(f"accuracy {result['accuracy']:.2%} (best {result['best_accuracy']:.2%})")
     typer.echo(
         f"per sample: {paper['mul'] / 1e6:,.1f} M multiplications, {paper['add'] / 1e6:,.1f} M additions, "
-        f"{paper['energy_pj'] / 1e6:,.1f} µJ by the paper's accounting"
+        f"{paper['energy_pj'] / 1e9:.3g} mJ by the paper's accounting"
     )
     typer.echo(f"model: {folder / 'model.safetensors'}")
 
@@ -69,20 +72,10 @@ def evaluate(
 
     Example: `ecoformer eval runs/digits`
     """
-    training = _training()
+    from ecoformer import training
+
     measured = training.evaluate_path(run, recipe, change or [], device=device)
     if as_json:
         print_json(measured)
     else:
         typer.echo(f"accuracy {measured['accuracy']:.2%}, loss {measured['loss']:.4f}")
-
-
-def _training() -> Any:
-    try:
-        from ecoformer import training
-
-        return training
-    except ImportError as error:
-        raise ImportError(
-            f"training needs more packages ({error.name}): pip install 'ecoformer[train]'"
-        ) from error

@@ -69,7 +69,7 @@ class Conversion:
         width = max(map(len, [r.name for r in self.replaced] + [s.name for s in self.left]))
         for layer in self.replaced:
             heads = "1 head" if layer.num_heads == 1 else f"{layer.num_heads} heads"
-            behind = f"; left behind: {', '.join(layer.left_behind)}" if layer.left_behind else ""
+            behind = f"; without {', '.join(layer.left_behind)}" if layer.left_behind else ""
             lines.append(f"  {layer.name:<{width}}  was {layer.was}, {layer.dim} channels, {heads}{behind}")
         if self.left:
             lines.append("not converted")
@@ -129,13 +129,19 @@ def reapply(model: nn.Module, mechanism: str, layers: dict[str, dict[str, Any]])
     _replace(model, attention_class(mechanism), chosen, settings)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside `torch.compile`'s wrapper; wrappers for several processes are refused."""
+def unwrapped(model: nn.Module, *, parallel: bool = False) -> nn.Module:
+    """The model inside `torch.compile`'s wrapper, and with `parallel` inside `DistributedDataParallel`.
+
+    Without `parallel`, wrappers for several processes are refused.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     if "_orig_mod" in model._modules:  # torch.compile's
-        return model.get_submodule("_orig_mod")
+        return unwrapped(model.get_submodule("_orig_mod"), parallel=parallel)
     wrapper = type(model).__name__
+    if parallel:
+        is_wrapper = isinstance(model, nn.parallel.DistributedDataParallel)
+        return unwrapped(model.get_submodule("module"), parallel=True) if is_wrapper else model
     if "DataParallel" in wrapper or "FSDP" in wrapper:
         raise ValueError(f"model is wrapped in {wrapper}: pass model.module, and wrap it afterwards")
     return model

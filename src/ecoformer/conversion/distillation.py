@@ -22,11 +22,10 @@ from ecoformer.conversion.learning import (
     layer_pairs,
     learn,
     relative_mse,
-    several_ranks,
     without_padding,
 )
 from ecoformer.hashing import FitOptions, fit_hashers, hashers_of
-from ecoformer.hashing.fitting import Forward, Group, run
+from ecoformer.hashing.fitting import Forward, Group, run, several_ranks
 from ecoformer.running import eval_mode, without_fast_path
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ecoformer.arguments import shape
 from ecoformer.attention.weights import Projections, dropout_of, projections_of
-from ecoformer.conversion.rules import AnyCall, ImageGrid, register_conversion
+from ecoformer.conversion.rules import DECODER, AnyCall, ImageGrid, register_conversion
 
 
 def key_padding(mask: Any, x: Tensor) -> Tensor | None:
@@ -192,7 +192,7 @@ def _refuse_transformers(layer: Any) -> str | None:
     if kind != "absolute" or getattr(layer, "distance_embedding", None) is not None:
         return f"it adds relative position embeddings ({kind}) to scores, which codes do not have"
     if getattr(layer, "is_decoder", False):
-        return "it belongs to a decoder, which caches keys and values of earlier tokens"
+        return DECODER
     return None
 
 

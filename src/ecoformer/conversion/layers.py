@@ -12,7 +12,7 @@ from torch import nn
 
 from ecoformer.attention import Attention
 from ecoformer.attention.weights import Projections, projections_of, unread_parameters
-from ecoformer.conversion.rules import Adapter, Rule, rule_for
+from ecoformer.conversion.rules import DECODER, Adapter, Rule, rule_for
 
 Selection = str | Iterable[str] | Callable[[str, nn.Module], bool] | None
 
@@ -154,11 +154,13 @@ def _hidden_behaviour(layer: nn.Module, known: tuple[str, ...]) -> str | None:
     if buffers:
         return f"it also holds the buffer {buffers[0]}, which cannot be carried over"
     if getattr(layer, "is_causal", False) is True:
-        return "it is always causal, which the new layer would not know"
+        return DECODER
     return None
 
 
 def _why_unknown(layer: nn.Module) -> str:
+    if any(getattr(layer, name, False) is True for name in ("is_causal", "is_decoder")):
+        return DECODER
     names = [name for name, _ in (*layer.named_parameters(), *layer.named_buffers())]
     biases = [name for name in names if _POSITION_BIAS.search(name)]
     if biases:

@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ecoformer.attention import Attention
+from ecoformer.conversion.convert import unwrapped
 from ecoformer.conversion.rules import Adapter
 from ecoformer.hashing.fitting import check_batches, move, progress_bar
 
@@ -34,7 +34,7 @@ def check_models(student: nn.Module, teacher: nn.Module) -> None:
 
 def layer_pairs(student: nn.Module, teacher: nn.Module) -> LayerPairs:
     """The converted layers of the student and the teacher's layers of the same names."""
-    student, teacher = inner_model(student), inner_model(teacher)
+    student, teacher = unwrapped(student, parallel=True), unwrapped(teacher, parallel=True)
     converted = [name for name, module in student.named_modules() if isinstance(module, (Adapter, Attention))]
     outermost = [n for n in converted if not any(n.startswith(f"{other}.") for other in converted)]
     modules = dict(teacher.named_modules())
@@ -47,18 +47,6 @@ def layer_pairs(student: nn.Module, teacher: nn.Module) -> LayerPairs:
             "pass the model as it was before convert"
         )
     return {name: (student.get_submodule(name), modules[name]) for name in outermost}
-
-
-def inner_model(model: nn.Module) -> nn.Module:
-    """The model inside `DistributedDataParallel` and `torch.compile`, whose wrappers prefix all names."""
-    while isinstance(model, nn.parallel.DistributedDataParallel) or "_orig_mod" in model._modules:
-        model = model.get_submodule("_orig_mod" if "_orig_mod" in model._modules else "module")
-    return model
-
-
-def several_ranks() -> bool:
-    """Whether other processes train the same model."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def learn(
@@ -82,6 +70,7 @@ def learn(
         after.callback(optimiser.zero_grad)
         for step, batch in enumerate(_repeat(batches, steps)):
             optimiser.zero_grad()
+            torch.clear_autocast_cache()  # it would keep the weights of the last step
             loss, shown = backward(move(batch, parameters[0].device), step)
             norm = nn.utils.clip_grad_norm_(parameters, 1.0)
             with torch.no_grad():

@@ -15,6 +15,11 @@ from ecoformer.attention.weights import Projections
 
 AnyCall = Callable[..., Any]
 
+DECODER = (
+    "decoders are not supported, because they cache the keys and values of earlier tokens; a model of your "
+    "own can use a mechanism with is_causal=True"
+)
+
 
 @dataclass(eq=False)
 class ImageGrid:

@@ -13,21 +13,20 @@ from torch import Tensor, nn
 
 from ecoformer.arguments import shape
 from ecoformer.attention import Attention
+from ecoformer.conversion.convert import unwrapped
 from ecoformer.conversion.layers import mechanism_in
 from ecoformer.conversion.learning import (
     LayerPairs,
     check_models,
     check_steps,
     course,
-    inner_model,
     layer_pairs,
     learn,
     relative_mse,
-    several_ranks,
     without_padding,
 )
 from ecoformer.conversion.rules import Adapter, ImageGrid
-from ecoformer.hashing.fitting import Forward, Group, run
+from ecoformer.hashing.fitting import Forward, Group, check_group, run
 from ecoformer.running import eval_mode, without_fast_path
 
 
@@ -60,8 +59,8 @@ def transfer(
     batches: Iterable[Any],
     *,
     steps: int = 600,
-    lr: float = 3e-2,
-    projection_lr: float = 1e-3,
+    lr: float = 1e-1,
+    projection_lr: float = 3e-3,
     group: Group = None,
     forward: Forward | None = None,
     progress: bool = True,
@@ -93,16 +92,13 @@ def transfer(
     """
     check_steps(batches, steps)
     check_models(student, teacher)
-    if isinstance(group, str) and group != "alone":
-        raise ValueError(f'group must be a process group, None or "alone", got {group!r}')
-    student, teacher = inner_model(student), inner_model(teacher)
+    ranks = check_group(group, default_all=True)
+    student, teacher = unwrapped(student, parallel=True), unwrapped(teacher, parallel=True)
     pairs = layer_pairs(student, teacher)
     grids = _grids(student, teacher)
-    ranks = several_ranks() and group != "alone"
-    process_group = group if isinstance(group, dist.ProcessGroup) else None
-    if ranks:  # before rates are set by the size of weights
+    if ranks is not None:  # before rates are set by the size of weights
         for tensor in (*student.parameters(), *student.buffers()):
-            dist.broadcast(tensor.detach(), group=process_group, group_src=0)
+            dist.broadcast(tensor.detach(), group=ranks, group_src=0)
     groups = _parameter_groups([pair[0] for pair in pairs.values()], lr, projection_lr)
     parameters = [parameter for each in groups for parameter in each["params"]]
     if not parameters:
@@ -111,14 +107,14 @@ def transfer(
 
     def backward(batch: Any, step: int) -> tuple[Tensor, str]:
         found = _layer_losses(pairs, grids, teacher, forward or run, batch)
-        if ranks:
+        if ranks is not None:
             for parameter in parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                _average(parameter.grad, process_group)
+                _average(parameter.grad, ranks)
         values = torch.stack([found[name] for name in pairs])
-        if ranks:
-            _average(values, process_group)
+        if ranks is not None:
+            _average(values, ranks)
         for name, loss in zip(pairs, values.tolist(), strict=True):
             losses[name].append(loss)
         worst = max(pairs, key=lambda name: losses[name][-1])
@@ -154,7 +150,7 @@ def _parameter_groups(layers: list[nn.Module], lr: float, projection_lr: float) 
     return groups + [each for each in more if each["params"]]
 
 
-def _average(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+def _average(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """The mean over the ranks, in place; not every library behind torch.distributed averages by itself."""
     dist.all_reduce(tensor, group=group)
     tensor /= dist.get_world_size(group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal
@@ -45,7 +46,7 @@ def fitting(
     >>> with fitting(model):
     ...     model(images)
     """
-    names, group = hashers_of(model), _check_group(group)
+    names, group = hashers_of(model), check_group(group)
     if not names:
         raise ValueError(f"{type(model).__name__} holds no hasher to fit: convert it or build it with one")
     done: list[str] = []
@@ -204,10 +205,21 @@ class SoftStart:
         self.set(state["done"])
 
 
-def _check_group(group: Group) -> dist.ProcessGroup | None:
+def several_ranks() -> bool:
+    """Whether there are other processes, which may learn the same."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def check_group(group: Group, *, default_all: bool = False) -> dist.ProcessGroup | None:
+    """The ranks that learn together; None if this one learns alone.
+
+    Where there are several, `group` must say so, unless `default_all` makes it all of them.
+    """
     if isinstance(group, str) and group != "alone":
         raise ValueError(f'group must be a process group, None or "alone", got {group!r}')
-    if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if group is None and several_ranks():
+        if default_all:
+            return dist.group.WORLD
         raise ValueError(
             f"group is None, but {dist.get_world_size()} ranks would learn different functions: pass "
             'group=dist.group.WORLD, or group="alone" if only this rank learns'
@@ -297,14 +309,28 @@ def _pad_texts(parts: list[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def progress_bar(total: int, show: bool) -> Iterator[Callable[[str], None]]:
-    """A progress bar on a terminal; the function advances it by one and sets its description."""
+    """A progress bar on a terminal, or a line every few seconds in a pipe, on stderr; both estimate the time.
+
+    The function advances it by one and sets its description.
+    """
     if not show:
         yield lambda description: None
         return
     from rich.console import Console
     from rich.progress import Progress
 
-    console = Console(stderr=True)
+    console, done, start = Console(stderr=True), 0, time.monotonic()
+    due = start + 1
+
+    def advance(description: str) -> None:
+        nonlocal done, due
+        progress.update(task, advance=1, description=description)
+        done += 1
+        if not console.is_terminal and time.monotonic() >= due:
+            left = (time.monotonic() - start) / done * (total - done)
+            console.print(f"{done} of {total}, about {left:.0f} s left: {description}", soft_wrap=True)
+            due = time.monotonic() + 5
+
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=total)
-        yield lambda description: progress.update(task, advance=1, description=description)
+        yield advance
