@@ -4,18 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint unit setup clean
+.PHONY: demo test lint docs unit setup clean
 
 demo: setup
 	$(BIN)/ecoformer demo --out out/demo
 
-test: lint unit
+test: lint docs unit
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 unit: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
