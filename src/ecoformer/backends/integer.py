@@ -26,8 +26,8 @@ def integer_levels(scale: Tensor, ratio: Tensor, size: int) -> Tensor:
     """
     distances = torch.arange(size + 1, device=scale.device)
     relative = scale.double() / scale.double().amax(dim=-1, keepdim=True)
-    levels = 2**LEVEL_BITS * relative.unsqueeze(-1) * ratio.double().unsqueeze(-1) ** distances
-    return levels.round().to(torch.int32)
+    powers = torch.pow(ratio.double().unsqueeze(-1), distances)
+    return (relative.unsqueeze(-1) * powers * 2**LEVEL_BITS).round().to(torch.int32)
 
 
 def integer_multiplier(factor: Tensor) -> Tensor:
@@ -88,7 +88,8 @@ def eager(
     rows = weighted.new_zeros(*v.shape[:2], groups << size, channels + 1)
     for index in _rows(codes_k, groups, size):
         rows.scatter_add_(2, index.unsqueeze(-1).expand_as(weighted), weighted)
-    tables = _mixed(rows.unflatten(2, (groups, 1 << size)), levels).flatten(2, 3)
+    grouped = rows.view(*v.shape[:2], groups, 1 << size, channels + 1)
+    tables = _mixed(grouped, levels).flatten(2, 3)
     above, below = tables[..., :-1], tables[..., -1]
     narrow = (_length(above.abs().amax(dim=(2, 3))) + (groups - 1).bit_length() - 30).clamp_min(0)
     above = _shifted(above, narrow[..., None, None])
