@@ -27,7 +27,7 @@ def integer_levels(scale: Tensor, ratio: Tensor, size: int) -> Tensor:
     distances = torch.arange(size + 1, device=scale.device)
     relative = scale.double() / scale.double().amax(dim=-1, keepdim=True)
     powers = torch.pow(ratio.double().unsqueeze(-1), distances)
-    return (relative.unsqueeze(-1) * powers * 2**LEVEL_BITS).round().to(torch.int32)
+    return (relative.unsqueeze(-1) * powers * float(1 << LEVEL_BITS)).round().to(torch.int32)
 
 
 def integer_multiplier(factor: Tensor) -> Tensor:
