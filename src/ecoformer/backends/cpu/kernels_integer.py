@@ -1,0 +1,385 @@
+"""Integer attention: buckets, tables and outputs of whole numbers, and what threads call.
+
+Steps are those of `sums.py`. Sums are exact in any order, so digits, pieces and threads do not change a bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ecoformer.backends.cpu.compiler import (
+    callback,
+    carray,
+    compiled,
+    digest_of_sources,
+    float64,
+    inlined,
+    int64,
+    to_fixed_tuple,
+)
+from ecoformer.backends.cpu.problem import FINISHED, GATHER, MEMBERS, SCATTER, TEAM_SIZE, Team, digits, padded
+from ecoformer.backends.cpu.rows_integer import (
+    add_value,
+    add_value_twice,
+    add_words,
+    bit_length,
+    code_at,
+    narrow_row,
+    reached,
+    read_rows,
+    read_two_rows,
+    store_code,
+    sum_words,
+    weigh_planes,
+)
+from ecoformer.backends.cpu.shares import take_share
+from ecoformer.backends.cpu.vectors import claim, integers, octets, signed_octets, words
+
+_padded = inlined(padded)
+_digits = inlined(digits)
+
+
+class IntegerProblem(NamedTuple):
+    """Sizes in numbers, addresses in bytes (0 for what is absent), strides in numbers; see `Problem`."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    channels: int
+    bits: int
+    group: int
+    digit: int
+    pieces: int
+    reach: int
+    """The shift of the heaviest keys."""
+    levels: int
+    multiplier: int
+    codes_q: int
+    q_size: int
+    """Bytes of a packed code."""
+    q_batch: int
+    q_head: int
+    q_token: int
+    codes_k: int
+    k_size: int
+    k_batch: int
+    k_head: int
+    k_token: int
+    v: int
+    v_batch: int
+    v_head: int
+    v_token: int
+    out: int
+    out_batch: int
+    out_head: int
+    out_token: int
+    exponent: int
+    exponent_batch: int
+    exponent_head: int
+    exponent_token: int
+    mask: int
+    mask_batch: int
+    mask_token: int
+    states: int
+    """The parts' states between two passes."""
+
+
+class Scratch(NamedTuple):
+    """Offsets in a thread's scratch memory: of int32 numbers, then, from `wide` on, of int64 numbers."""
+
+    buckets: int
+    counts: int
+    """Sums of key weights by bucket."""
+    tables: int
+    planes: int
+    """Sums over all values of one group at each distance; rows of it, narrowed, afterwards."""
+    sums: int
+    """A state: sums of the values of all groups, then their `tallies`."""
+    tallies: int
+    wide: int
+    mixed: int
+    mixed_tallies: int
+    below: int
+    """Denominators by row of the tables."""
+    rows: int
+    """Where the rows are that a query reads."""
+    end: int
+    """Of all, in bytes."""
+
+
+def scratch_of(channels: int, bits: int, group: int, digit: int) -> Scratch:
+    """How a thread's scratch memory is laid out."""
+    wide, rows, state = padded(channels), digits(bits, digit) << digit, bits // group << group
+    sizes = [rows * wide, padded(rows), rows * wide, padded(group + 1 << group) * wide, state * wide]
+    sizes.append(padded(state))
+    at = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    wide_sizes = [state * wide, padded(state), padded(rows), padded(bits)]
+    at += [sum(wide_sizes[:i]) for i in range(len(wide_sizes))]
+    return Scratch(*at, end=4 * at[6] + 8 * sum(wide_sizes))
+
+
+class IntegerWorker(NamedTuple):
+    """What one thread works with."""
+
+    p: IntegerProblem
+    at: Scratch
+    memory: Any
+    """int32."""
+    exact: Any
+    """int64."""
+
+
+_PROBLEM, _SCRATCH = len(IntegerProblem._fields), len(Scratch._fields)
+
+
+@compiled
+def _heaviest(p: IntegerProblem, batch: int, head: int) -> int:
+    """The largest exponent of all visible keys."""
+    exponents, masks = signed_octets(p.exponent), octets(p.mask)
+    start, hidden = batch * p.exponent_batch + head * p.exponent_head, batch * p.mask_batch
+    peak = int64(-128)
+    for t in range(p.keys):
+        if not (p.mask and masks[hidden + t * p.mask_token]):
+            peak = max(peak, int64(exponents[start + t * p.exponent_token]))
+    return peak
+
+
+@inlined
+def _gather(w: IntegerWorker, batch: int, head: int, first: int, last: int) -> None:
+    """Keys `first` to `last` to an empty state."""
+    p, at, memory = w.p, w.at, w.memory
+    for i in range(at.buckets, at.tables):
+        memory[i] = 0
+    for i in range(at.sums, at.wide):
+        memory[i] = 0
+    peak = _heaviest(p, batch, head) if p.exponent else int64(0)
+    values, codes, masks, exponents = (
+        octets(p.v),
+        octets(p.codes_k),
+        octets(p.mask),
+        signed_octets(p.exponent),
+    )
+    v0, c0 = batch * p.v_batch + head * p.v_head, batch * p.k_batch + head * p.k_head
+    m0, e0 = batch * p.mask_batch, batch * p.exponent_batch + head * p.exponent_head
+    wide, count, low = _padded(p.channels), _digits(p.bits, p.digit), (int64(1) << p.digit) - 1
+    known = int64(-1) if p.bits == 64 else (int64(1) << p.bits) - 1
+    for t in range(first, last):
+        if p.mask and masks[m0 + t * p.mask_token]:
+            continue
+        shift = int64(0)
+        if p.exponent:
+            shift = p.reach + int64(exponents[e0 + t * p.exponent_token]) - peak
+            if shift < 0:
+                continue
+        code, value = code_at(codes, c0 + t * p.k_token, p.k_size) & known, v0 + t * p.v_token
+        weight = int64(1) << shift
+        if count == 2:
+            one, two = code & low, low + 1 + (code >> p.digit & low)
+            memory[at.counts + one] += weight
+            memory[at.counts + two] += weight
+            one, two = at.buckets + one * wide, at.buckets + two * wide
+            add_value_twice(memory, one, two, values, value, p.channels, shift)
+        else:
+            for g in range(count):
+                bucket = (g << p.digit) + (code >> (g * p.digit) & low)
+                memory[at.counts + bucket] += weight
+                add_value(memory, at.buckets + bucket * wide, values, value, p.channels, shift)
+    _fold(w)
+
+
+@compiled
+def _fold(w: IntegerWorker) -> None:
+    """Sums of each group's values from the buckets of digits, see `sums.fold`."""
+    p, at, memory = w.p, w.at, w.memory
+    wide, values = _padded(p.channels), int64(1) << p.group
+    for g in range(_digits(p.bits, p.digit)):
+        base, count = at.buckets + (g << p.digit) * wide, at.counts + (g << p.digit)
+        for i in range(min(p.digit, p.bits - g * p.digit) // p.group - 1, -1, -1):
+            row = ((g * p.digit) // p.group + i) << p.group
+            lows = int64(1) << (i * p.group)
+            for value in range(values):
+                bucket = value * lows
+                for low in range(lows):
+                    add_words(
+                        memory, at.sums + (row + value) * wide, memory, base + (bucket + low) * wide, wide
+                    )
+                    memory[at.tallies + row + value] += memory[count + bucket + low]
+                if value and i:
+                    add_words(memory, base, memory, base + bucket * wide, lows * wide)
+                    add_words(memory, count, memory, count + bucket, lows)
+
+
+@compiled
+def _mix(w: IntegerWorker, to: int, sums: int, levels: int, wide: int) -> int:
+    """What all values of a group read, from their own sums, in rows of `wide` numbers; see `weigh_planes`.
+
+    Bit by bit: values at distance d are those at distance d where the bit is the same and at d - 1 where
+    it differs. Planes are sums of different keys, which fit in 32 bits.
+    """
+    p, at, memory = w.p, w.at, w.memory
+    stride, planes = wide << p.group, at.planes
+    for i in range(stride):
+        memory[planes + i] = memory[sums + i]
+    for i in range(stride, (p.group + 1) * stride):
+        memory[planes + i] = 0
+    for r in range(p.group):
+        half = wide << r
+        for d in range(r + 1, 0, -1):
+            for first in range(0, stride, 2 * half):
+                one, two = planes + d * stride + first, planes + (d - 1) * stride + first
+                add_words(memory, one, memory, two + half, half)
+                add_words(memory, one + half, memory, two, half)
+    return weigh_planes(w.exact, to, memory, planes, stride, words(p.levels), levels, p.group + 1, stride)
+
+
+@compiled
+def _tabulate(w: IntegerWorker, head: int) -> int:
+    """Tables and denominators from the state, and how many bits numerators lost."""
+    p, at, memory, exact = w.p, w.at, w.memory, w.exact
+    wide, values, groups = _padded(p.channels), int64(1) << p.group, p.bits // p.group
+    sizes = int64(0)
+    for j in range(groups):
+        levels, row = (head * groups + j) * (p.group + 1), j << p.group
+        sizes |= _mix(w, at.mixed + row * wide, at.sums + row * wide, levels, wide)
+        _mix(w, at.mixed_tallies + row, at.tallies + row, levels, int64(1))
+    narrow = max(int64(0), bit_length(sizes) + bit_length(int64(groups - 1)) - 30)
+    for g in range(_digits(p.bits, p.digit)):
+        base, below = at.tables + (g << p.digit) * wide, at.below + (g << p.digit)
+        for i in range(min(p.digit, p.bits - g * p.digit) // p.group):
+            # Every group is rounded by itself, whatever it is joined with.
+            row, lows = ((g * p.digit) // p.group + i) << p.group, int64(1) << (i * p.group)
+            to = at.planes if i else base
+            narrow_row(memory, to, exact, at.mixed + row * wide, values * wide, narrow)
+            for value in range(values - 1, -1, -1):
+                tally = exact[at.mixed_tallies + row + value]
+                if i == 0:
+                    exact[below + value] = tally
+                    continue
+                for low in range(lows):
+                    place = value * lows + low
+                    sum_words(memory, base + place * wide, base + low * wide, at.planes + value * wide, wide)
+                    exact[below + place] = exact[below + low] + tally
+    return narrow
+
+
+@inlined
+def _scatter(w: IntegerWorker, batch: int, head: int, first: int, last: int, narrow: int) -> None:
+    """What queries `first` to `last` read from the tables."""
+    p, at, memory, exact = w.p, w.at, w.memory, w.exact
+    codes, out = octets(p.codes_q), octets(p.out)
+    c0, out0 = batch * p.q_batch + head * p.q_head, batch * p.out_batch + head * p.out_head
+    wide, count, low = _padded(p.channels), _digits(p.bits, p.digit), (int64(1) << p.digit) - 1
+    known = int64(-1) if p.bits == 64 else (int64(1) << p.bits) - 1
+    factor, shift = int64(words(p.multiplier)[2 * head]), int64(words(p.multiplier)[2 * head + 1]) + 8
+    for t in range(first, last):
+        code, to = code_at(codes, c0 + t * p.q_token, p.q_size) & known, out0 + t * p.out_token
+        one = two = bottom = int64(0)
+        if count == 2:
+            one, two = code & low, low + 1 + (code >> p.digit & low)
+            bottom = exact[at.below + one] + exact[at.below + two]
+        else:
+            for g in range(count):
+                row = (g << p.digit) + (code >> (g * p.digit) & low)
+                exact[at.rows + g] = at.tables + row * wide
+                bottom += exact[at.below + row]
+        bottom = max(bottom, int64(1) << narrow)
+        length = bit_length(bottom)
+        drop, short = max(length - narrow - 8, int64(0)), max(length - 24, int64(0))
+        # Both numbers are exact in fp64, and below 2^46 and 2^24. A quotient a / b that is not whole is at
+        # least 1 / b from the next whole number, more than a / b * 2^-53: rounding does not reach it.
+        above = factor << (narrow + drop + 8 - short)
+        reciprocal = int64(float64(above) / float64(bottom >> short))
+        drop = min(drop, int64(32))  # beyond, all numerators are 0
+        if count == 2:
+            one, two = at.tables + one * wide, at.tables + two * wide
+            read_two_rows(out, to, memory, one, two, p.channels, drop, reciprocal, shift)
+        else:
+            rows = exact[at.rows : at.rows + count]
+            read_rows(out, to, memory, rows, count, p.channels, drop, reciprocal, shift)
+
+
+@inlined
+def _run(job: int, first: int, last: int, w: IntegerWorker) -> None:
+    """Parts `first` to `last` of all heads."""
+    p, at, memory = w.p, w.at, w.memory
+    size, states = at.wide - at.sums, words(p.states)
+    for unit in range(first, last):
+        group, piece = unit // p.pieces, unit % p.pieces
+        head, batch = group // p.batch, group % p.batch
+        if job == SCATTER:
+            for i in range(at.sums, at.wide):
+                memory[i] = 0
+            for part in range(group * p.pieces, (group + 1) * p.pieces):
+                add_words(memory, at.sums, states, part * size, size)
+        else:
+            _gather(w, batch, head, piece * p.keys // p.pieces, (piece + 1) * p.keys // p.pieces)
+        if job == GATHER:
+            for i in range(size):
+                states[unit * size + i] = memory[at.sums + i]
+            continue
+        narrow = _tabulate(w, head)
+        begin, end = piece * p.queries // p.pieces, (piece + 1) * p.queries // p.pieces
+        _scatter(w, batch, head, begin, end, narrow)
+
+
+class Packing(NamedTuple):
+    """Sizes, addresses and strides in numbers of `pack`."""
+
+    rows: int
+    codes: int
+    """Of a row."""
+    bits: int
+    size: int
+    """Bytes of a packed code."""
+    sums: int
+    sums_row: int
+    least: int
+    out: int
+
+
+_PACKING = len(Packing._fields)
+
+
+def _entries(digest: int) -> Any:
+    """As `kernels.work`, for integer attention and for packing."""
+
+    @callback
+    def attend(data: Any) -> None:
+        if digest == 0:
+            return
+        numbers = carray(data, (TEAM_SIZE,))
+        team = Team(*to_fixed_tuple(numbers, TEAM_SIZE))
+        p = IntegerProblem(*to_fixed_tuple(integers(team.problem), _PROBLEM))
+        at = Scratch(*to_fixed_tuple(integers(team.layout), _SCRATCH))
+        address = team.scratch + claim(numbers, MEMBERS) * team.size
+        w = IntegerWorker(p, at, words(address), integers(address + 4 * at.wide))
+        while True:
+            job, first, last = take_share(numbers, team)
+            if job < 0:
+                break
+            _run(job, first, last, w)
+            claim(numbers, FINISHED)
+
+    @callback
+    def pack(data: Any) -> None:
+        if digest == 0:
+            return
+        numbers = carray(data, (TEAM_SIZE,))
+        team = Team(*to_fixed_tuple(numbers, TEAM_SIZE))
+        p = Packing(*to_fixed_tuple(integers(team.problem), _PACKING))
+        sums, least, out = words(p.sums), words(p.least), octets(p.out)
+        while True:
+            job, first, last = take_share(numbers, team)
+            if job < 0:
+                break
+            for row in range(first, last):
+                for j in range(p.codes):
+                    start = j * p.bits
+                    code = reached(sums, row * p.sums_row + start, least, start, p.bits)
+                    store_code(out, row * p.codes + j, p.size, code)
+
+    return attend, pack
+
+
+attend, pack = _entries(digest_of_sources())
