@@ -19,11 +19,15 @@ from ecoformer.backends.cpu.compiler import (
 )
 from ecoformer.backends.cpu.problem import FINISHED, GATHER, MEMBERS, SCATTER, TEAM_SIZE, Team, digits, padded
 from ecoformer.backends.cpu.rows_integer import (
+    add_rows,
+    add_to_word,
     add_value,
     add_value_twice,
     add_words,
     bit_length,
+    clear_words,
     code_at,
+    copy_words,
     narrow_row,
     reached,
     read_rows,
@@ -31,6 +35,7 @@ from ecoformer.backends.cpu.rows_integer import (
     store_code,
     sum_words,
     weigh_planes,
+    wide_at,
 )
 from ecoformer.backends.cpu.shares import take_share
 from ecoformer.backends.cpu.vectors import claim, integers, octets, signed_octets, words
@@ -149,10 +154,8 @@ def _heaviest(p: IntegerProblem, batch: int, head: int) -> int:
 def _gather(w: IntegerWorker, batch: int, head: int, first: int, last: int) -> None:
     """Keys `first` to `last` to an empty state."""
     p, at, memory = w.p, w.at, w.memory
-    for i in range(at.buckets, at.tables):
-        memory[i] = 0
-    for i in range(at.sums, at.wide):
-        memory[i] = 0
+    clear_words(memory, at.buckets, at.tables - at.buckets)
+    clear_words(memory, at.sums, at.wide - at.sums)
     peak = _heaviest(p, batch, head) if p.exponent else int64(0)
     values, codes, masks, exponents = (
         octets(p.v),
@@ -176,14 +179,14 @@ def _gather(w: IntegerWorker, batch: int, head: int, first: int, last: int) -> N
         weight = int64(1) << shift
         if count == 2:
             one, two = code & low, low + 1 + (code >> p.digit & low)
-            memory[at.counts + one] += weight
-            memory[at.counts + two] += weight
+            add_to_word(memory, at.counts + one, weight)
+            add_to_word(memory, at.counts + two, weight)
             one, two = at.buckets + one * wide, at.buckets + two * wide
             add_value_twice(memory, one, two, values, value, p.channels, shift)
         else:
             for g in range(count):
                 bucket = (g << p.digit) + (code >> (g * p.digit) & low)
-                memory[at.counts + bucket] += weight
+                add_to_word(memory, at.counts + bucket, weight)
                 add_value(memory, at.buckets + bucket * wide, values, value, p.channels, shift)
     _fold(w)
 
@@ -199,15 +202,13 @@ def _fold(w: IntegerWorker) -> None:
             row = ((g * p.digit) // p.group + i) << p.group
             lows = int64(1) << (i * p.group)
             for value in range(values):
-                bucket = value * lows
-                for low in range(lows):
-                    add_words(
-                        memory, at.sums + (row + value) * wide, memory, base + (bucket + low) * wide, wide
-                    )
-                    memory[at.tallies + row + value] += memory[count + bucket + low]
-                if value and i:
-                    add_words(memory, base, memory, base + bucket * wide, lows * wide)
-                    add_words(memory, count, memory, count + bucket, lows)
+                to, bucket = row + value, value * lows
+                add_rows(memory, at.sums + to * wide, memory, base + bucket * wide, lows, wide, wide)
+                add_rows(memory, at.tallies + to, memory, count + bucket, lows, int64(1), int64(1))
+            if i:
+                others = values - 1
+                add_rows(memory, base, memory, base + lows * wide, others, lows * wide, lows * wide)
+                add_rows(memory, count, memory, count + lows, others, lows, lows)
 
 
 @compiled
@@ -219,10 +220,8 @@ def _mix(w: IntegerWorker, to: int, sums: int, levels: int, wide: int) -> int:
     """
     p, at, memory = w.p, w.at, w.memory
     stride, planes = wide << p.group, at.planes
-    for i in range(stride):
-        memory[planes + i] = memory[sums + i]
-    for i in range(stride, (p.group + 1) * stride):
-        memory[planes + i] = 0
+    copy_words(memory, planes, memory, sums, stride)
+    clear_words(memory, planes + stride, p.group * stride)
     for r in range(p.group):
         half = wide << r
         for d in range(r + 1, 0, -1):
@@ -277,12 +276,12 @@ def _scatter(w: IntegerWorker, batch: int, head: int, first: int, last: int, nar
         one = two = bottom = int64(0)
         if count == 2:
             one, two = code & low, low + 1 + (code >> p.digit & low)
-            bottom = exact[at.below + one] + exact[at.below + two]
+            bottom = wide_at(exact, at.below + one) + wide_at(exact, at.below + two)
         else:
             for g in range(count):
                 row = (g << p.digit) + (code >> (g * p.digit) & low)
                 exact[at.rows + g] = at.tables + row * wide
-                bottom += exact[at.below + row]
+                bottom += wide_at(exact, at.below + row)
         bottom = max(bottom, int64(1) << narrow)
         length = bit_length(bottom)
         drop, short = max(length - narrow - 8, int64(0)), max(length - 24, int64(0))
@@ -308,15 +307,12 @@ def _run(job: int, first: int, last: int, w: IntegerWorker) -> None:
         group, piece = unit // p.pieces, unit % p.pieces
         head, batch = group // p.batch, group % p.batch
         if job == SCATTER:
-            for i in range(at.sums, at.wide):
-                memory[i] = 0
-            for part in range(group * p.pieces, (group + 1) * p.pieces):
-                add_words(memory, at.sums, states, part * size, size)
+            clear_words(memory, at.sums, size)
+            add_rows(memory, at.sums, states, group * p.pieces * size, p.pieces, size, size)
         else:
             _gather(w, batch, head, piece * p.keys // p.pieces, (piece + 1) * p.keys // p.pieces)
         if job == GATHER:
-            for i in range(size):
-                states[unit * size + i] = memory[at.sums + i]
+            copy_words(states, unit * size, memory, at.sums, size)
             continue
         narrow = _tabulate(w, head)
         begin, end = piece * p.queries // p.pieces, (piece + 1) * p.queries // p.pieces

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ecoformer.backends.cpu.compiler import cgutils, ir, types
+from ecoformer.backends.cpu.compiler import cgutils, inlined, int64, ir, types
 from ecoformer.backends.cpu.vectors import I32, I64, LANES, along, emitted, integer, steps
 
 I8 = ir.IntType(8)
@@ -94,15 +94,53 @@ add_value_twice = _add_value(2)
 """y += v << shift and z += v << shift, for different rows y and z."""
 
 
+@emitted("aii")
+def clear_words(builder: Any, y: Any, y0: Any, length: Any) -> None:
+    """y = 0."""
+    cgutils.memset(builder, builder.gep(y, [y0]), builder.mul(length, integer(4)), 0)
+
+
 @emitted("aiaii")
-def add_words(builder: Any, y: Any, y0: Any, x: Any, x0: Any, length: Any) -> None:
-    """y += x."""
+def copy_words(builder: Any, y: Any, y0: Any, x: Any, x0: Any, length: Any) -> None:
+    """y = x."""
+    cgutils.raw_memcpy(builder, builder.gep(y, [y0]), builder.gep(x, [x0]), length, 4)
+
+
+@emitted("aii")
+def add_to_word(builder: Any, memory: Any, index: Any, number: Any) -> None:
+    """Add to a single number."""
+    to = _Lanes(builder, 1)
+    total = builder.add(to.load(I32, memory, index), builder.trunc(number, I32))
+    to.store(I32, total, memory, index)
+
+
+@emitted("ai", types.int64)
+def wide_at(builder: Any, exact: Any, index: Any) -> Any:
+    """A single int64. An index that cannot be negative takes fewer steps than numba's."""
+    return _Lanes(builder, 1).load(I64, exact, index)
+
+
+@emitted("aiaiiii")
+def add_rows(
+    builder: Any, y: Any, y0: Any, x: Any, x0: Any, count: Any, stride: Any, length: Any
+) -> None:
+    """y += the sum of `count` rows of x."""
 
     def step(to: _Lanes, index: Any) -> None:
-        total = builder.add(to.load(I32, y, y0, index), to.load(I32, x, x0, index))
-        to.store(I32, total, y, y0, index)
+        sums = cgutils.alloca_once(builder, to.kind(I32))
+        builder.store(to.load(I32, y, y0, index), sums)
+        with steps(builder, integer(0), count, 1) as which:
+            row = to.load(I32, x, x0, index, builder.mul(which, stride))
+            builder.store(builder.add(builder.load(sums), row), sums)
+        to.store(I32, builder.load(sums), y, y0, index)
 
     _along(builder, length, step)
+
+
+@inlined
+def add_words(y: Any, y0: int, x: Any, x0: int, length: int) -> None:
+    """y += x."""
+    add_rows(y, y0, x, x0, int64(1), int64(0), length)
 
 
 @emitted("aiiii")
@@ -131,7 +169,7 @@ def weigh_planes(
         with steps(builder, integer(0), count, 1) as d:
             level = builder.sext(_Lanes(builder, 1).load(I32, levels, l0, d), I64)
             row = to.wider(to.load(I32, x, x0, index, builder.mul(d, stride)), I64)
-            term = builder.mul(row, to.splat(I64, level))
+            term = builder.mul(row, to.wider(to.splat(I32, level), I64))
             builder.store(builder.add(builder.load(sums), term), sums)
         total = builder.load(sums)
         to.store(I64, total, y, y0, index)
@@ -213,7 +251,7 @@ def code_at(builder: Any, codes: Any, index: Any, size: Any) -> Any:
         kind = ir.IntType(8 * width)
         pointer = builder.bitcast(codes, kind.as_pointer())
         number = builder.load(builder.gep(pointer, [index]), align=width)
-        found.append((number if width == 8 else (builder.zext if width == 1 else builder.sext)(number, I64)))
+        found.append(number if width == 8 else (builder.zext if width == 1 else builder.sext)(number, I64))
         builder.branch(end)
     builder.position_at_end(end)
     code = builder.phi(I64)
