@@ -12,26 +12,26 @@ from ecoformer.backends.cpu.compiler import (
     carray,
     compiled,
     digest_of_sources,
-    float64,
     inlined,
     int64,
     to_fixed_tuple,
 )
-from ecoformer.backends.cpu.problem import FINISHED, GATHER, MEMBERS, SCATTER, TEAM_SIZE, Team, digits, padded
+from ecoformer.backends.cpu.problem import FINISHED, GATHER, LANES, MEMBERS, SCATTER, TEAM_SIZE, Team, digits, padded
 from ecoformer.backends.cpu.rows_integer import (
     add_rows,
     add_to_word,
-    add_value,
-    add_value_twice,
+    add_values,
     add_words,
     bit_length,
     clear_words,
     code_at,
     copy_words,
+    divide,
     narrow_row,
+    octet_at,
     reached,
     read_rows,
-    read_two_rows,
+    set_wide,
     store_code,
     sum_words,
     weigh_planes,
@@ -42,6 +42,10 @@ from ecoformer.backends.cpu.vectors import claim, integers, octets, signed_octet
 
 _padded = inlined(padded)
 _digits = inlined(digits)
+
+
+BLOCK = 128
+"""Tokens whose codes are looked up together."""
 
 
 class IntegerProblem(NamedTuple):
@@ -107,8 +111,12 @@ class Scratch(NamedTuple):
     mixed_tallies: int
     below: int
     """Denominators by row of the tables."""
-    rows: int
-    """Where the rows are that a query reads."""
+    places: int
+    """Lists of a block of tokens: rows of the buckets or tables, a digit after the other."""
+    tokens: int
+    """Which keys they are, or queries' denominators, then their reciprocals."""
+    shifts: int
+    """Of keys, or of what queries read."""
     end: int
     """Of all, in bytes."""
 
@@ -119,7 +127,7 @@ def scratch_of(channels: int, bits: int, group: int, digit: int) -> Scratch:
     sizes = [rows * wide, padded(rows), rows * wide, padded(group + 1 << group) * wide, state * wide]
     sizes.append(padded(state))
     at = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    wide_sizes = [state * wide, padded(state), padded(rows), padded(bits)]
+    wide_sizes = [state * wide, padded(state), padded(rows), BLOCK * digits(bits, digit), BLOCK, BLOCK]
     at += [sum(wide_sizes[:i]) for i in range(len(wide_sizes))]
     return Scratch(*at, end=4 * at[6] + 8 * sum(wide_sizes))
 
@@ -153,42 +161,56 @@ def _heaviest(p: IntegerProblem, batch: int, head: int) -> int:
 @inlined
 def _gather(w: IntegerWorker, batch: int, head: int, first: int, last: int) -> None:
     """Keys `first` to `last` to an empty state."""
-    p, at, memory = w.p, w.at, w.memory
-    clear_words(memory, at.buckets, at.tables - at.buckets)
-    clear_words(memory, at.sums, at.wide - at.sums)
+    p, at = w.p, w.at
+    clear_words(w.memory, at.buckets, at.tables - at.buckets)
+    clear_words(w.memory, at.sums, at.wide - at.sums)
     peak = _heaviest(p, batch, head) if p.exponent else int64(0)
-    values, codes, masks, exponents = (
-        octets(p.v),
-        octets(p.codes_k),
-        octets(p.mask),
-        signed_octets(p.exponent),
-    )
-    v0, c0 = batch * p.v_batch + head * p.v_head, batch * p.k_batch + head * p.k_head
+    for begin in range(first, last, BLOCK):
+        _fill(w, batch, head, begin, min(begin + BLOCK, last), peak)
+    _fold(w)
+
+
+@compiled
+def _fill(w: IntegerWorker, batch: int, head: int, first: int, last: int, peak: int) -> None:
+    """Values of keys to their buckets, by lists of what is visible."""
+    p, at, memory, exact = w.p, w.at, w.memory, w.exact
+    masks, exponents = octets(p.mask), signed_octets(p.exponent)
     m0, e0 = batch * p.mask_batch, batch * p.exponent_batch + head * p.exponent_head
-    wide, count, low = _padded(p.channels), _digits(p.bits, p.digit), (int64(1) << p.digit) - 1
-    known = int64(-1) if p.bits == 64 else (int64(1) << p.bits) - 1
+    seen = int64(0)
     for t in range(first, last):
-        if p.mask and masks[m0 + t * p.mask_token]:
-            continue
         shift = int64(0)
         if p.exponent:
-            shift = p.reach + int64(exponents[e0 + t * p.exponent_token]) - peak
-            if shift < 0:
-                continue
-        code, value = code_at(codes, c0 + t * p.k_token, p.k_size) & known, v0 + t * p.v_token
-        weight = int64(1) << shift
+            shift = p.reach + octet_at(exponents, e0 + t * p.exponent_token) - peak
+        set_wide(exact, at.tokens + seen, t)
+        set_wide(exact, at.shifts + seen, shift)
+        hidden = p.mask and octet_at(masks, m0 + t * p.mask_token) != 0
+        seen += int64(shift >= 0 and not hidden)
+    codes, count = octets(p.codes_k), _digits(p.bits, p.digit)
+    c0, known = batch * p.k_batch + head * p.k_head, _known(p.bits)
+    wide, low = _padded(p.channels), (int64(1) << p.digit) - 1
+    for i in range(seen):
+        code = code_at(codes, c0 + wide_at(exact, at.tokens + i) * p.k_token, p.k_size) & known
+        weight = int64(1) << wide_at(exact, at.shifts + i)
         if count == 2:
             one, two = code & low, low + 1 + (code >> p.digit & low)
             add_to_word(memory, at.counts + one, weight)
             add_to_word(memory, at.counts + two, weight)
-            one, two = at.buckets + one * wide, at.buckets + two * wide
-            add_value_twice(memory, one, two, values, value, p.channels, shift)
-        else:
-            for g in range(count):
-                bucket = (g << p.digit) + (code >> (g * p.digit) & low)
-                add_to_word(memory, at.counts + bucket, weight)
-                add_value(memory, at.buckets + bucket * wide, values, value, p.channels, shift)
-    _fold(w)
+            set_wide(exact, at.places + 2 * i, at.buckets + one * wide)
+            set_wide(exact, at.places + 2 * i + 1, at.buckets + two * wide)
+            continue
+        for g in range(count):
+            bucket = (g << p.digit) + (code >> (g * p.digit) & low)
+            add_to_word(memory, at.counts + bucket, weight)
+            set_wide(exact, at.places + i * count + g, at.buckets + bucket * wide)
+    v0 = batch * p.v_batch + head * p.v_head
+    lists = (at.places, at.tokens, at.shifts, seen, count)
+    add_values(memory, exact, *lists, octets(p.v), v0, p.v_token, p.channels)
+
+
+@inlined
+def _known(bits: int) -> int:
+    """All bits of a code."""
+    return int64(-1) if bits == 64 else (int64(1) << bits) - 1
 
 
 @compiled
@@ -262,40 +284,34 @@ def _tabulate(w: IntegerWorker, head: int) -> int:
     return narrow
 
 
-@inlined
+@compiled
 def _scatter(w: IntegerWorker, batch: int, head: int, first: int, last: int, narrow: int) -> None:
     """What queries `first` to `last` read from the tables."""
-    p, at, memory, exact = w.p, w.at, w.memory, w.exact
-    codes, out = octets(p.codes_q), octets(p.out)
-    c0, out0 = batch * p.q_batch + head * p.q_head, batch * p.out_batch + head * p.out_head
-    wide, count, low = _padded(p.channels), _digits(p.bits, p.digit), (int64(1) << p.digit) - 1
-    known = int64(-1) if p.bits == 64 else (int64(1) << p.bits) - 1
+    p, at, exact = w.p, w.at, w.exact
+    codes, count, known = octets(p.codes_q), _digits(p.bits, p.digit), _known(p.bits)
+    c0, wide, low = batch * p.q_batch + head * p.q_head, _padded(p.channels), (int64(1) << p.digit) - 1
     factor, shift = int64(words(p.multiplier)[2 * head]), int64(words(p.multiplier)[2 * head + 1]) + 8
-    for t in range(first, last):
-        code, to = code_at(codes, c0 + t * p.q_token, p.q_size) & known, out0 + t * p.out_token
-        one = two = bottom = int64(0)
-        if count == 2:
-            one, two = code & low, low + 1 + (code >> p.digit & low)
-            bottom = wide_at(exact, at.below + one) + wide_at(exact, at.below + two)
-        else:
+    for begin in range(first, last, BLOCK):
+        tokens = min(BLOCK, last - begin)
+        for i in range(tokens):
+            code = code_at(codes, c0 + (begin + i) * p.q_token, p.q_size) & known
+            if count == 2:
+                one, two = code & low, low + 1 + (code >> p.digit & low)
+                set_wide(exact, at.places + 2 * i, at.tables + one * wide)
+                set_wide(exact, at.places + 2 * i + 1, at.tables + two * wide)
+                set_wide(exact, at.tokens + i, wide_at(exact, at.below + one) + wide_at(exact, at.below + two))
+                continue
+            bottom = int64(0)
             for g in range(count):
                 row = (g << p.digit) + (code >> (g * p.digit) & low)
-                exact[at.rows + g] = at.tables + row * wide
                 bottom += wide_at(exact, at.below + row)
-        bottom = max(bottom, int64(1) << narrow)
-        length = bit_length(bottom)
-        drop, short = max(length - narrow - 8, int64(0)), max(length - 24, int64(0))
-        # Both numbers are exact in fp64, and below 2^46 and 2^24. A quotient a / b that is not whole is at
-        # least 1 / b from the next whole number, more than a / b * 2^-53: rounding does not reach it.
-        above = factor << (narrow + drop + 8 - short)
-        reciprocal = int64(float64(above) / float64(bottom >> short))
-        drop = min(drop, int64(32))  # beyond, all numerators are 0
-        if count == 2:
-            one, two = at.tables + one * wide, at.tables + two * wide
-            read_two_rows(out, to, memory, one, two, p.channels, drop, reciprocal, shift)
-        else:
-            rows = exact[at.rows : at.rows + count]
-            read_rows(out, to, memory, rows, count, p.channels, drop, reciprocal, shift)
+                set_wide(exact, at.places + i * count + g, at.tables + row * wide)
+            set_wide(exact, at.tokens + i, bottom)
+        for i in range(0, tokens, LANES):
+            divide(exact, at.tokens + i, at.shifts + i, narrow, factor)
+        to = batch * p.out_batch + head * p.out_head + begin * p.out_token
+        lists = (at.places, at.tokens, at.shifts, tokens, count)
+        read_rows(octets(p.out), to, p.out_token, w.memory, exact, *lists, p.channels, shift)
 
 
 @inlined

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ecoformer.backends.cpu.compiler import cgutils, inlined, int64, ir, types
-from ecoformer.backends.cpu.vectors import I32, I64, LANES, along, emitted, integer, steps
+from ecoformer.backends.cpu.vectors import I32, I64, LANES, emitted, integer, steps
 
 I8 = ir.IntType(8)
 _LARGEST = 127
+_WIDTHS = (32, 16, 1)
+"""Of vectors where most time is spent."""
 _LANES_OF_CODES = 8
 """Codes have 8 bits or more, in most cases a multiple of 8."""
 
@@ -66,32 +68,56 @@ class _Lanes:
         return self.builder.select(self.builder.icmp_signed(relation, value, bound), bound, value)
 
 
-def _along(builder: Any, length: Any, step: Callable[[_Lanes, Any], None]) -> None:
-    vector, single = _Lanes(builder, LANES), _Lanes(builder, 1)
-    along(builder, length, lambda index: step(vector, index), lambda index: step(single, index))
+def _along(builder: Any, length: Any, step: Callable[[_Lanes, Any], None], *widths: int) -> None:
+    """Full vectors of a row, the widest first, then its last numbers one by one."""
+    done = integer(0)
+    for lanes in widths or (LANES, 1):
+        full = builder.and_(length, integer(-lanes))
+        with steps(builder, done, full, lanes) as index:
+            step(_Lanes(builder, lanes), index)
+        done = full
 
 
-def _add_value(buckets: int) -> Any:
-    @emitted("a" + "i" * buckets + "aiii")
-    def add(builder: Any, memory: Any, *arguments: Any) -> None:
-        *places, v, v0, length, shift = arguments
+@emitted("aaiiiiiaiii")
+def add_values(
+    builder: Any,
+    memory: Any,
+    lists: Any,
+    places: Any,
+    tokens: Any,
+    shifts: Any,
+    count: Any,
+    digits: Any,
+    v: Any,
+    v0: Any,
+    dv: Any,
+    length: Any,
+) -> None:
+    """Add v << shift to its buckets, for `count` rows of int8 values.
 
-        def step(to: _Lanes, index: Any) -> None:
-            value = to.wider(to.load(I8, v, v0, index), I32)
-            value = builder.shl(value, to.splat(I32, shift))
-            for place in places:
-                total = builder.add(to.load(I32, memory, place, index), value)
-                to.store(I32, total, memory, place, index)
+    `places`, `tokens` and `shifts` are offsets of lists: where buckets are, `digits` for each token, which
+    row of v it is, and its shift.
+    """
+    one = _Lanes(builder, 1)
+    pair = builder.icmp_signed("==", digits, integer(2))
+    with steps(builder, integer(0), count, 1) as i:
+        start = one.total(v0, builder.mul(one.load(I64, lists, tokens, i), dv))
+        shift = one.load(I64, lists, shifts, i)
 
-        _along(builder, length, step)
+        def add(*rows: Any, start: Any = start, shift: Any = shift) -> None:
+            def step(to: _Lanes, index: Any) -> None:
+                value = builder.shl(to.wider(to.load(I8, v, start, index), I32), to.splat(I32, shift))
+                for row in rows:
+                    to.store(I32, builder.add(to.load(I32, memory, row, index), value), memory, row, index)
 
-    return add
+            _along(builder, length, step, *_WIDTHS)
 
-
-add_value = _add_value(1)
-"""y += v << shift, where v is int8."""
-add_value_twice = _add_value(2)
-"""y += v << shift and z += v << shift, for different rows y and z."""
+        first = builder.mul(i, digits)
+        with builder.if_else(pair) as (two, many):
+            with two:
+                add(*(one.load(I64, lists, places, first, integer(g)) for g in range(2)))
+            with many, steps(builder, integer(0), digits, 1) as g:
+                add(one.load(I64, lists, places, first, g))
 
 
 @emitted("aii")
@@ -118,6 +144,12 @@ def add_to_word(builder: Any, memory: Any, index: Any, number: Any) -> None:
 def wide_at(builder: Any, exact: Any, index: Any) -> Any:
     """A single int64. An index that cannot be negative takes fewer steps than numba's."""
     return _Lanes(builder, 1).load(I64, exact, index)
+
+
+@emitted("aii")
+def set_wide(builder: Any, exact: Any, index: Any, number: Any) -> None:
+    """The same, to write."""
+    _Lanes(builder, 1).store(I64, number, exact, index)
 
 
 @emitted("aiaiiii")
@@ -196,45 +228,99 @@ def narrow_row(builder: Any, y: Any, y0: Any, x: Any, x0: Any, length: Any, by: 
     _along(builder, length, step)
 
 
-def _read(rows: int) -> Any:
-    """`rows`: how many rows are read; 0 for as many as an array says."""
+@emitted("aiiii")
+def divide(builder: Any, lists: Any, bottoms: Any, drops: Any, narrow: Any, factor: Any) -> None:
+    """Of 16 denominators the reciprocals, in their place, and how far numerators are shifted, at `drops`.
 
-    @emitted("aia" + ("i" * rows or "ai") + "iiii")
-    def read(builder: Any, out: Any, out0: Any, table: Any, *arguments: Any) -> None:
-        *places, length, drop, factor, shift = arguments
+    See `reference.integer_division`. Dividends and divisors are below 2^46 and 2^24, so exact in fp64. A
+    quotient a / b that is not whole is at least 1 / b below the next whole number; rounding adds at most
+    a / b * 2^-53, which is less, so truncation finds the whole quotient.
+    """
+    to = _Lanes(builder, LANES)
+    doubles, zero = ir.VectorType(ir.DoubleType(), LANES), to.constant(I64, 0)
+    low, wide = to.splat(I64, builder.shl(integer(1), narrow)), to.splat(I64, narrow)
+    bottom = to.chosen("<", to.load(I64, lists, bottoms), low)
+    kind = ir.FunctionType(bottom.type, [bottom.type, ir.IntType(1)])
+    leading = cgutils.get_or_insert_function(builder.module, kind, f"llvm.ctlz.v{LANES}i64")
+    zeros = builder.call(leading, [bottom, ir.Constant(ir.IntType(1), 1)])
+    length = builder.sub(to.constant(I64, 64), zeros)
+    drop = to.chosen("<", builder.sub(builder.sub(length, wide), to.constant(I64, 8)), zero)
+    short = to.chosen("<", builder.sub(length, to.constant(I64, 24)), zero)
+    by = builder.sub(builder.add(builder.add(wide, drop), to.constant(I64, 8)), short)
+    above = builder.sitofp(builder.shl(to.splat(I64, factor), by), doubles)
+    below = builder.sitofp(builder.lshr(bottom, short), doubles)
+    to.store(I64, builder.fptosi(builder.fdiv(above, below), bottom.type), lists, bottoms)
+    to.store(I64, to.chosen(">", drop, to.constant(I64, 32)), lists, drops)  # beyond, numerators are 0
+
+
+@emitted("aiiaaiiiiiii")
+def read_rows(
+    builder: Any,
+    out: Any,
+    out0: Any,
+    dout: Any,
+    table: Any,
+    lists: Any,
+    places: Any,
+    factors: Any,
+    drops: Any,
+    count: Any,
+    digits: Any,
+    length: Any,
+    shift: Any,
+) -> None:
+    """`count` rows of outputs: the sum of `digits` rows, / 2^drop, * factor, / 2^shift, as int8.
+
+    `places`, `factors` and `drops` are offsets of lists.
+    """
+    one = _Lanes(builder, 1)
+    half = builder.shl(integer(1), builder.sub(shift, integer(1)))
+    pair = builder.icmp_signed("==", digits, integer(2))
+    with steps(builder, integer(0), count, 1) as i:
+        start, first = one.total(out0, builder.mul(i, dout)), builder.mul(i, digits)
+        drop, factor = one.load(I64, lists, drops, i), one.load(I64, lists, factors, i)
         # Two shifts: what is added to round does not fit in 32 bits together with the largest numbers.
-        once = builder.select(builder.icmp_signed(">", drop, integer(0)), integer(1), integer(0))
-        first, half = builder.sub(drop, once), builder.shl(integer(1), builder.sub(shift, integer(1)))
+        last = builder.select(builder.icmp_signed(">", drop, integer(0)), integer(1), integer(0))
+        drop = builder.sub(drop, last)
 
-        def summed(to: _Lanes, index: Any) -> Any:
-            if rows:
-                return to.total(*(to.load(I32, table, place, index) for place in places))
-            sums = cgutils.alloca_once(builder, to.kind(I32))
-            builder.store(to.constant(I32, 0), sums)
-            with steps(builder, integer(0), places[1], 1) as which:
-                place = builder.load(builder.gep(places[0], [which]))
-                builder.store(builder.add(builder.load(sums), to.load(I32, table, place, index)), sums)
-            return builder.load(sums)
-
-        def step(to: _Lanes, index: Any) -> None:
-            part = builder.ashr(summed(to, index), to.splat(I32, first))
-            part = builder.ashr(builder.add(part, to.splat(I32, once)), to.splat(I32, once))
+        def finish(
+            to: _Lanes, total: Any, index: Any, start: Any = start, drop: Any = drop, last: Any = last, factor: Any = factor
+        ) -> None:
+            part = builder.ashr(total, to.splat(I32, drop))
+            part = builder.ashr(builder.add(part, to.splat(I32, last)), to.splat(I32, last))
             product = builder.add(builder.mul(part, to.splat(I32, factor)), to.splat(I32, half))
             found = builder.ashr(product, to.splat(I32, shift))
-            found = to.chosen(
-                ">", to.chosen("<", found, to.constant(I32, -_LARGEST)), to.constant(I32, _LARGEST)
-            )
-            to.store(I8, builder.trunc(found, to.kind(I8)), out, out0, index)
+            found = to.chosen("<", found, to.constant(I32, -_LARGEST))
+            found = to.chosen(">", found, to.constant(I32, _LARGEST))
+            to.store(I8, builder.trunc(found, to.kind(I8)), out, start, index)
 
-        _along(builder, length, step)
+        def summed(to: _Lanes, index: Any, first: Any = first) -> None:
+            sums = cgutils.alloca_once(builder, to.kind(I32))
+            builder.store(to.constant(I32, 0), sums)
+            with steps(builder, integer(0), digits, 1) as g:
+                row = to.load(I32, table, one.load(I64, lists, places, first, g), index)
+                builder.store(builder.add(builder.load(sums), row), sums)
+            finish(to, builder.load(sums), index)
 
-    return read
+        with builder.if_else(pair) as (two, many):
+            with two:
+                a, b = (one.load(I64, lists, places, first, integer(g)) for g in range(2))
+                _along(
+                    builder,
+                    length,
+                    lambda to, index: finish(
+                        to, builder.add(to.load(I32, table, a, index), to.load(I32, table, b, index)), index
+                    ),
+                    *_WIDTHS,
+                )
+            with many:
+                _along(builder, length, summed)
 
 
-read_rows = _read(0)
-"""Outputs: the sum of `count` rows at the offsets in an array, / 2^drop, * factor, / 2^shift, as int8."""
-read_two_rows = _read(2)
-"""The same for two rows."""
+@emitted("ai", types.int64)
+def octet_at(builder: Any, octets: Any, index: Any) -> Any:
+    """A single int8."""
+    return builder.sext(_Lanes(builder, 1).load(I8, octets, index), I64)
 
 
 @emitted("aii", types.int64)
