@@ -18,7 +18,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ecoformer.accounting.conventions import attention_counts, cost_of, name_of, read, written
+from ecoformer.accounting.conventions import (
+    RULES,
+    attention_counts,
+    cost_of,
+    name_of,
+    read,
+    width_of,
+    written,
+)
 from ecoformer.accounting.cpu_kernels import CpuKernels
 from ecoformer.accounting.layers import Part, Parts, kind_of
 from ecoformer.backends import eager
@@ -70,7 +78,8 @@ def exact_rows(
 def count_operators() -> Iterator[Counting]:
     """Count every operator that PyTorch executes inside the block.
 
-    Our registered operators count as the plain PyTorch that they wrap, whatever backend they would run on.
+    Our registered operators count as the plain PyTorch that they wrap, whatever backend they would run on;
+    those of integers have rules.
     Fused attention counts as one operator whichever kernel PyTorch picks, and its result has the memory
     layout of the fused kernels; so has a convolution's on meta tensors. `nn.MultiheadAttention`'s fast path
     is off: a mode cannot look into it.
@@ -108,7 +117,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._paused or not self._names:
             return func(*args, **kwargs)
-        if func.namespace == "ecoformer":
+        if func.namespace == "ecoformer" and name_of(func) not in RULES:
             with self._inside():
                 return getattr(eager, func._opname)(*args, **kwargs)
         if func is torch.ops.aten.scaled_dot_product_attention.default:
@@ -135,7 +144,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._paused = False
         mask = args[0] if args else kwargs.get("attn_mask")
-        counts = attention_counts(query, key, value, mask)
+        counts = attention_counts(query, key, value, mask).of(width_of(query))
         self.add(counts + Counts(bytes=read([query, key, value, mask]) + written(out)))
         return out
 
