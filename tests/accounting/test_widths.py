@@ -229,3 +229,15 @@ def test_integer_attention_has_the_buckets_of_the_fp32_kernels() -> None:
 def test_a_table_of_one_width_has_no_others() -> None:
     assert energy_table("fp32-45nm").widths == {}
     assert EnergyTable("own", {"mul": 1, "add": 1}).widths == {}
+
+
+def test_kernels_keep_the_sums_of_integer_layers_in_registers() -> None:
+    model = nn.Sequential(_Integer(), nn.ReLU())
+    eager, fused = (
+        ecoformer.cost(model, (32, 64), accounting="exact", backend=name) for name in ("eager", "cpu")
+    )
+    inputs, outputs = 32 * 64, 32 * 32
+    assert eager.rows[0].counts.bytes == (4 * 7 + 1) * inputs + 2 * inputs + 3 * 4 * outputs
+    assert fused.rows[0].counts.bytes == (4 + 1) * inputs + 2 * inputs + 4 * outputs
+    assert eager.rows[0].counts.widths == fused.rows[0].counts.widths
+    assert eager.rows[1] == fused.rows[1]

@@ -19,6 +19,7 @@ Traffic in bytes: every tensor operand is read once and every output is written 
 - Zero-dimensional tensors are scalars in a register, and so are the statistics of a norm: free.
 - Views and metadata are free. Copies (clone, cat, pad, casts) and fills move bytes and do nothing else.
 - Attention is one fused operator: its scores never reach memory.
+- A layer of integers in fused kernels (`moved_by_kernels`): sums stay in registers, and nothing is copied.
 
 Width: operators compute in the widest dtype of their operands and result, floating point before integers;
 indices, masks and scalars do not decide. int64 counts as int32, fp64 as fp32, uint8 and bool as int8.
@@ -160,6 +161,22 @@ def _first_output(op: Operation) -> int:
 def _overwritten(op: Operation) -> int:
     """A fill or a copy: `self` gives the shape or the memory and is not read."""
     return read(op.args.get("src")) + written(*op.outputs)
+
+
+def moved_by_kernels(func: OpOverload, operands: Any, out: Any) -> int:
+    """Bytes that one step of an integer layer moves where it is fused with its neighbours.
+
+    Only int8 numbers and codes reach memory: sums and what they are scaled to stay in registers.
+    """
+    name, outputs = name_of(func), list(tensors(out))
+    if name == "ecoformer.integer_attention":
+        return read(operands) + written(*outputs)
+    if name == "ecoformer.pack_signs":
+        return written(*outputs)
+    if name in _COPIES:
+        return 0
+    numbers = [x for x in tensors(operands) if x.dtype == torch.int8]
+    return read(numbers) + written(*(x for x in outputs if x.dtype == torch.int8))
 
 
 def _looked_up(op: Operation) -> int:
@@ -350,6 +367,9 @@ _ATTENTION = (
     "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
     "_scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable"
 )
+
+_COPIES = frozenset(_aten("clone copy cat constant_pad_nd", nothing))
+INTEGER_PRODUCTS = frozenset({"aten._int_mm", "ecoformer.integer_conv2d"})
 
 FREE = frozenset(
     _aten(
