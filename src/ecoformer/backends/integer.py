@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ecoformer.arguments import shape
+from ecoformer.arguments import EXACT_WIDTHS, shape
 
 LEVEL_BITS = 24
 """The largest level of an affinity is 2^24."""
@@ -27,7 +27,7 @@ def integer_levels(scale: Tensor, ratio: Tensor, size: int) -> Tensor:
     distances = torch.arange(size + 1, device=scale.device)
     relative = scale.double() / scale.double().amax(dim=-1, keepdim=True)
     powers = torch.pow(ratio.double().unsqueeze(-1), distances)
-    return (relative.unsqueeze(-1) * powers * 2**LEVEL_BITS).round().to(torch.int32)
+    return (relative.unsqueeze(-1) * powers * float(1 << LEVEL_BITS)).round().to(torch.int32)
 
 
 def integer_multiplier(factor: Tensor) -> Tensor:
@@ -69,6 +69,15 @@ def integer_attention(
     if codes_k.shape != v.shape[:3] or codes_q.shape[:2] != v.shape[:2]:
         raise ValueError(f"codes {shape(codes_q)} and {shape(codes_k)} do not fit v {shape(v)}")
     return eager(codes_q, codes_k, v, levels, multiplier, exponent, key_padding_mask)
+
+
+def pack_signs(sums: Tensor, thresholds: Tensor, bits: int) -> Tensor:
+    """Packed codes (rows, columns / bits) of int32 sums (rows, columns): a bit says sum >= threshold."""
+    ones = (sums >= thresholds).view(len(sums), -1, bits)
+    weights = torch.ones(bits, dtype=torch.int64, device=sums.device) << torch.arange(
+        bits, device=sums.device
+    )
+    return (ones * weights).sum(dim=-1).to(EXACT_WIDTHS.get(bits, torch.int64))
 
 
 def eager(

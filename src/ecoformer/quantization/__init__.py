@@ -1,0 +1,11 @@
+"""Integer inference: int8 weights and inputs, int32 sums, and attention by integer additions."""
+
+from ecoformer.quantization.quantize import (
+    Quantization,
+    QuantizedLayer,
+    fake_quantized,
+    integer_layers,
+    quantize,
+)
+
+__all__ = ["Quantization", "QuantizedLayer", "fake_quantized", "integer_layers", "quantize"]
