@@ -402,7 +402,7 @@ RULES: dict[str, Rule] = {
     **_aten("hardtanh", each(compare=2)),
     **_aten("max min amax amin argmax argmin any all nonzero", each_input(compare=1)),
     **_aten("sort topk", _sort),
-    **_aten(f"bitwise_and bitwise_or bitwise_xor bitwise_not {_SHIFTS}", each(shift=1)),
+    **_aten(f"bitwise_and bitwise_or bitwise_xor bitwise_not frexp {_SHIFTS}", each(shift=1)),
     **_aten(_LOOKUPS, each(lookup=1)),
     **_aten(_SCATTERS, _scatter),
     **_aten("_softmax", lambda op: softmax_counts(op.n)),
