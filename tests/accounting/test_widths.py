@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import timm
 import torch
 from small_models import executed, pvt
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import ecoformer
 from ecoformer.accounting import EnergyTable, energy_table
 from ecoformer.accounting.cpu_kernels import code_counts, integer_counts
+from ecoformer.bitfusion import simulate_model
 from ecoformer.operations import Counts
 
 X = torch.ones(3, 4)
@@ -146,57 +148,43 @@ def test_a_ledger_says_how_operations_divide_by_width() -> None:
     assert "int8" not in ledger.to_csv()
 
 
-@pytest.fixture
-def operators() -> Iterator[Any]:
-    """Operators as the quantised layers call them, where the library has not registered them."""
-    library = torch.library.Library("ecoformer", "FRAGMENT")
-    found = {}
-    for name, (schema, fake) in OPERATORS.items():
-        if not hasattr(torch.ops.ecoformer, name):
-            library.define(f"{name}{schema}")
-            library.impl(name, fake, "Meta")
-        found[name] = getattr(torch.ops.ecoformer, name)
-    yield found
-    library._destroy()
+def _operator(name: str, schema: str, fake: Callable[..., Tensor]) -> Any:
+    """One of ours, as quantised layers call it, whether or not a backend has registered it."""
+    if not hasattr(torch.ops.ecoformer, name):
+        _LIBRARY.define(f"{name}{schema}")
+        _LIBRARY.impl(name, fake, "Meta")
+    return getattr(torch.ops.ecoformer, name)
 
 
-OPERATORS: dict[str, tuple[str, Any]] = {
-    "integer_conv2d": (
-        "(Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, int groups) -> Tensor",
-        lambda x, weight, *settings: nn.functional.conv2d(x, weight, None, *settings).to(torch.int32),
-    ),
-    "integer_attention": (
-        "(Tensor codes_q, Tensor codes_k, Tensor v, Tensor levels, Tensor multiplier, Tensor? exponent, "
-        "Tensor? key_padding_mask) -> Tensor",
-        lambda q, k, v, *_: v.new_empty(*q.shape, v.shape[-1]),
-    ),
-    "pack_signs": (
-        "(Tensor sums, Tensor thresholds, int bits) -> Tensor",
-        lambda sums, thresholds, bits: sums.new_empty(len(sums), sums.shape[1] // bits, dtype=torch.int16),
-    ),
-}
+_LIBRARY = torch.library.Library("ecoformer", "FRAGMENT")
+ATTENTION = _operator(
+    "integer_attention",
+    "(Tensor codes_q, Tensor codes_k, Tensor v, Tensor levels, Tensor multiplier, Tensor? exponent, "
+    "Tensor? mask) -> Tensor",
+    lambda q, k, v, *_: v.new_empty(*q.shape, v.shape[-1]),
+)
+SIGNS = _operator(
+    "pack_signs",
+    "(Tensor sums, Tensor least, int bits) -> Tensor",
+    lambda sums, least, bits: sums.new_empty(len(sums), sums.shape[1] // bits, dtype=torch.int16),
+)
 
 
 def meta(*size: int, dtype: torch.dtype = torch.int8) -> Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
 
 
-def test_integer_operators_count_by_formula(operators: Any) -> None:
-    counts, _ = executed(
-        operators["integer_conv2d"], meta(1, 4, 6, 6), meta(8, 2, 3, 3), [1, 1], [1, 1], [1, 1], 2
-    )
-    terms = 8 * 36 * 2 * 9
+def test_integer_operators_count_by_formula() -> None:
+    image, weight = meta(1, 4, 6, 6), meta(8, 2, 3, 3)
+    counts, _ = executed(torch.ops.ecoformer.integer_conv2d, image, weight, [1, 1], [1, 1], 2)
+    terms = 8 * 16 * 2 * 9
     assert counts.widths == {"int8": Counts(mul=terms), "int32": Counts(add=terms)}
-    assert counts.bytes == 4 * 36 + 8 * 2 * 9 + 4 * 8 * 36
-    counts, _ = executed(
-        operators["pack_signs"], meta(5, 32, dtype=torch.int32), meta(32, dtype=torch.int32), 16
-    )
+    assert counts.bytes == 4 * 36 + 8 * 2 * 9 + 4 * 8 * 16
+    counts, _ = executed(SIGNS, meta(5, 32, dtype=torch.int32), meta(32, dtype=torch.int32), 16)
     assert counts == Counts(compare=2 * 5 * 32, bytes=4 * (5 * 32 + 32) + 2 * 5 * 2)
     codes, v = meta(2, 3, 100, dtype=torch.int16), meta(2, 3, 100, 32)
     levels, multiplier = meta(3, 4, 5, dtype=torch.int32), meta(3, 2, dtype=torch.int32)
-    counts, uncounted = executed(
-        operators["integer_attention"], codes, codes, v, levels, multiplier, meta(2, 3, 100), None
-    )
+    counts, uncounted = executed(ATTENTION, codes, codes, v, levels, multiplier, meta(2, 3, 100), None)
     assert uncounted == ()
     assert counts.widths == integer_counts(6, 100, 100, 32, 4, 4, weighted=True).widths
     assert counts.bytes == 2 * 600 * 2 + 2 * 600 * 32 + 600 + 4 * (3 * 4 * 5 + 3 * 2)
@@ -241,3 +229,31 @@ def test_kernels_keep_the_sums_of_integer_layers_in_registers() -> None:
     assert fused.rows[0].counts.bytes == (4 + 1) * inputs + 2 * inputs + 4 * outputs
     assert eager.rows[0].counts.widths == fused.rows[0].counts.widths
     assert eager.rows[1] == fused.rows[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*hash functions")
+@pytest.mark.parametrize("attention", ["softmax", "eco", "sharp_eco"])
+def test_quantised_models(attention: str) -> None:
+    model, image = pvt(attention).eval(), (1, 3, 64, 64)
+    before = [ecoformer.cost(model, image, accounting=how, energy="45nm") for how in ("paper", "exact")]
+    cycles = simulate_model(model, image)
+    ecoformer.quantize(model, [torch.randn(image)], max_error=float("inf"), progress=False)
+    after = [ecoformer.cost(model, image, accounting=how, energy="45nm") for how in ("paper", "exact")]
+    assert after[0].total == before[0].total
+    assert after[1].uncounted == ()
+    assert after[1].energy_pj < before[1].energy_pj
+    widths = after[1].total.widths
+    assert widths["int32"].add > widths["int8"].mul > before[1].total.mul / 4
+    found = simulate_model(model, image)
+    assert (found.macs, found.uncounted) == (cycles.macs, ())
+    assert found.total.cycles == cycles.total.cycles
+    fused = ecoformer.cost(model, image, accounting="exact", backend="cpu")
+    assert fused.total.bytes < after[1].total.bytes / 2
+
+
+def test_quantised_attention_of_other_libraries_is_known_to_bitfusion() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1).eval()
+    cycles = simulate_model(model, (1, 3, 32, 32))
+    ecoformer.quantize(model, [torch.randn(1, 3, 32, 32)], max_error=float("inf"), progress=False)
+    found = simulate_model(model, (1, 3, 32, 32))
+    assert (found.total, found.uncounted) == (cycles.total, ())
