@@ -1,4 +1,4 @@
-"""Tables about exported models, from results/deployment.json."""
+"""Tables about exported models, from results/deployment.json and deployment_vit.json."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 Table = list[list[str]]
 NAMES = ("native", "softmax", "eco", "sharp_eco")
-PATH = Path(__file__).resolve().parent.parent / "results" / "deployment.json"
+RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
 def deployment_latency() -> Table:
@@ -48,7 +48,7 @@ def deployment_checks() -> Table:
             f"{row['error']:.0e}",
             f"{row['same_top1']:.0%}",
         ]
-        for row in _figures()["checks"]
+        for row in _figures("deployment_vit")["checks"] + _figures()["checks"]
     ]
     return [["model", "attention", "batches", "largest error", "same top-1"], *rows]
 
@@ -63,8 +63,8 @@ def deployment_runtimes() -> Table:
     return [["runtime", "attention", "what was left"], *rows]
 
 
-def _figures() -> dict[str, Any]:
-    figures: dict[str, Any] = json.loads(PATH.read_text())["figures"]
+def _figures(name: str = "deployment") -> dict[str, Any]:
+    figures: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())["figures"]
     return figures
 
 

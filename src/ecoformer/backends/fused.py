@@ -177,6 +177,12 @@ def load(name: str) -> Fused | str:
     return _broken[name] if name in _broken else _import(name)
 
 
+def give_up(name: str, error: CannotRun) -> str:
+    """Use a backend no more in this process; returns why."""
+    reason = _broken[name] = str(error)
+    return reason
+
+
 @cache
 def _import(name: str) -> Fused | str:
     try:
@@ -193,7 +199,7 @@ def warn_once(name: str, reason: str) -> None:
 
 def empty_out(q: Tensor, v: Tensor) -> Tensor:
     """Memory for the output (B, H, N_q, C) in v's dtype, token by token: heads join without a copy."""
-    batch, heads, tokens, _ = q.shape
+    batch, heads, tokens = q.shape[:3]
     return v.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
 
 
@@ -243,7 +249,7 @@ def _forward(name: str, call: FusedCall, keep: bool) -> tuple[Tensor, list[Tenso
         try:
             return module.forward(call.resolved(), keep=keep)
         except CannotRun as error:
-            reason = _broken[name] = str(error)
+            reason = give_up(name, error)
     return _instead(name, call, keep, reason)
 
 

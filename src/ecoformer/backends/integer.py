@@ -6,10 +6,16 @@ int32 and exact in any order, key weights are shifts, and a query takes one divi
 
 from __future__ import annotations
 
+from types import NoneType
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from ecoformer.arguments import EXACT_WIDTHS, shape
+from ecoformer.arguments import EXACT_WIDTHS, INTEGERS, shape
+from ecoformer.backends.choice import requested, warn_if_requested
+from ecoformer.backends.fused import CannotRun, empty_out, give_up, load, warn_once
 
 LEVEL_BITS = 24
 """The largest level of an affinity is 2^24."""
@@ -66,18 +72,139 @@ def integer_attention(
         raise ValueError(f"v must be int8 (B, H, N, C), got {v.dtype} {shape(v)}")
     if v.shape[2] > MOST_TOKENS:
         raise ValueError(f"v {shape(v)} has more than 2^24 keys, whose sums do not fit in 32 bits")
-    if codes_k.shape != v.shape[:3] or codes_q.shape[:2] != v.shape[:2]:
+    if codes_k.shape != v.shape[:3] or codes_q.ndim != 3 or codes_q.shape[:2] != v.shape[:2]:
         raise ValueError(f"codes {shape(codes_q)} and {shape(codes_k)} do not fit v {shape(v)}")
-    return eager(codes_q, codes_k, v, levels, multiplier, exponent, key_padding_mask)
+    batch, heads, keys, _ = v.shape
+    _check("levels", levels, torch.int32, (heads, *levels.shape[1:]), 3)
+    _check("multiplier", multiplier, torch.int32, (heads, 2), 2)
+    bits = levels.shape[1] * (levels.shape[2] - 1)
+    for codes in (codes_q, codes_k):
+        if codes.dtype not in INTEGERS or 8 * codes.element_size() < bits:
+            raise ValueError(f"codes of {codes.dtype} {shape(codes)} do not hold {bits} bits")
+    if exponent is not None:
+        _check("exponent", exponent, torch.int8, (batch, heads, keys), 3)
+    if key_padding_mask is not None:
+        _check("key_padding_mask", key_padding_mask, torch.bool, (batch, keys), 2)
+    given = (codes_q, codes_k, v, levels, multiplier, exponent, key_padding_mask)
+    if _traced(*given):
+        found: Tensor = registered_attention(*given)
+        return found
+    return _attention(*given)
 
 
-def pack_signs(sums: Tensor, thresholds: Tensor, bits: int) -> Tensor:
-    """Packed codes (rows, columns / bits) of int32 sums (rows, columns): a bit says sum >= threshold."""
-    ones = (sums >= thresholds).view(len(sums), -1, bits)
-    weights = torch.ones(bits, dtype=torch.int64, device=sums.device) << torch.arange(
-        bits, device=sums.device
-    )
-    return (ones * weights).sum(dim=-1).to(EXACT_WIDTHS.get(bits, torch.int64))
+def _check(name: str, x: Tensor, dtype: torch.dtype, sizes: tuple[int, ...], ndim: int) -> None:
+    if x.dtype != dtype or x.ndim != ndim or x.shape != sizes:
+        raise ValueError(f"{name} must be {dtype} {sizes}, got {x.dtype} {shape(x)}")
+
+
+def _traced(*tensors: Tensor | None) -> bool:
+    """Whether an operator is to stand in a graph or to be counted; a direct call costs less."""
+    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return watched or any(type(x) not in _PLAIN for x in tensors)
+
+
+_PLAIN = (Tensor, Parameter, NoneType)
+
+
+def _attention(*given: Any) -> Tensor:
+    codes_q, _, v = given[:3]
+    if codes_q.numel() and v.numel():
+        out = _by_kernel("integer_attention", *given)
+        if out is not None:
+            return out
+    return empty_out(codes_q, v).copy_(eager(*given))
+
+
+def _by_kernel(name: str, *given: Any) -> Tensor | None:
+    """What the function `name` of the requested backend finds; None where eager is to compute it."""
+    wanted = requested()
+    if wanted == "eager":
+        return None
+    backend = wanted or "cpu"
+    module: Any = load(backend)
+    if isinstance(module, str):
+        reason = module
+    elif not hasattr(module, name):
+        reason = "it has no kernels for whole numbers"
+    else:
+        reason = module.unavailable(given[0].device)
+        if reason is None:
+            try:
+                found: Tensor = getattr(module, name)(*given)
+                return found
+            except CannotRun as error:
+                warn_once(backend, give_up(backend, error))
+                return None
+    warn_if_requested(wanted, reason)
+    return None
+
+
+@torch.library.custom_op(
+    "ecoformer::integer_attention",
+    mutates_args=(),
+    schema="(Tensor codes_q, Tensor codes_k, Tensor v, Tensor levels, Tensor multiplier, Tensor? exponent, "
+    "Tensor? mask) -> Tensor",
+)
+def registered_attention(*given: Any) -> Tensor:
+    """`integer_attention` as an operator, for compiled graphs."""
+    return _attention(*given)
+
+
+@registered_attention.register_fake
+def _(*given: Any) -> Tensor:
+    return empty_out(given[0], given[2])
+
+
+def pack_signs(sums: Tensor, least: Tensor, bits: int) -> Tensor:
+    """Packed codes (rows, columns / bits) of int32 sums (rows, columns): bits are 1 where sums >= least.
+
+    Args:
+        sums: what an int8 product gives, int32 (rows, columns), a part of wider rows or not.
+        least: int32 (columns,), where bits change.
+        bits: columns of a code, from 1 to 64. The dtype of packed codes is that of `pack_codes`.
+    """
+    if sums.dtype != torch.int32 or sums.ndim != 2:
+        raise ValueError(f"sums must be int32 (rows, columns), got {sums.dtype} {shape(sums)}")
+    _check("least", least, torch.int32, (sums.shape[1],), 1)
+    if not 1 <= bits <= 64 or sums.shape[1] % bits:
+        raise ValueError(f"bits={bits} must be from 1 to 64 and divide the columns of sums {shape(sums)}")
+    if _traced(sums, least):
+        found: Tensor = registered_packing(sums, least, bits)
+        return found
+    return _packed(sums, least, bits)
+
+
+def _packed(sums: Tensor, least: Tensor, bits: int) -> Tensor:
+    if sums.numel():
+        out = _by_kernel("pack_signs", sums, least, _empty_codes(sums, bits), bits)
+        if out is not None:
+            return out
+    return eager_packing(sums, least, bits)
+
+
+def _empty_codes(sums: Tensor, bits: int) -> Tensor:
+    rows, columns = sums.shape
+    return sums.new_empty(rows, columns // bits, dtype=EXACT_WIDTHS.get(bits, torch.int64))
+
+
+def eager_packing(sums: Tensor, least: Tensor, bits: int) -> Tensor:
+    """`pack_signs` in plain PyTorch."""
+    ones = (sums >= least).unflatten(1, (-1, bits)).to(torch.int64)
+    packed = (ones << torch.arange(bits, device=sums.device)).sum(dim=-1)
+    return packed.to(EXACT_WIDTHS.get(bits, torch.int64))
+
+
+@torch.library.custom_op(
+    "ecoformer::pack_signs", mutates_args=(), schema="(Tensor sums, Tensor least, int bits) -> Tensor"
+)
+def registered_packing(sums: Tensor, least: Tensor, bits: int) -> Tensor:
+    """`pack_signs` as an operator, for compiled graphs."""
+    return _packed(sums, least, bits)
+
+
+@registered_packing.register_fake
+def _(sums: Tensor, least: Tensor, bits: int) -> Tensor:
+    return _empty_codes(sums, bits)
 
 
 def eager(

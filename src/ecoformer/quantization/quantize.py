@@ -174,7 +174,7 @@ def quantize(
     if not made:
         raise ValueError(f"{type(model).__name__} has no layer that int8 can take: {_first_reason(layers)}")
     for name, new in made.items():
-        put(model, found[name], new)
+        put(model, found[name], new.train(found[name].training))
     ordered = tuple(layers[name] for name in found if name in layers)
     return Quantization(type(model).__name__, ordered, (before, _megabytes(model)))
 
@@ -186,7 +186,7 @@ def requantize(model: nn.Module, names: list[str]) -> None:
     if missing:
         raise ValueError(f"{type(model).__name__} has no layer {missing[0]!r} to quantise")
     for name in names:
-        put(model, found[name], _like(found[name]))
+        put(model, found[name], _like(found[name]).train(found[name].training))
 
 
 def integer_layers(model: nn.Module) -> list[str]:
@@ -226,7 +226,7 @@ def _kind(module: nn.Module) -> str:
 def _like(module: Any) -> Integer:
     classes: dict[type, Any] = {nn.Linear: IntegerLinear, nn.Conv2d: IntegerConv2d}
     made: Integer = classes.get(type(module), IntegerAttention).like(module)
-    return made.train(module.training)
+    return made
 
 
 def _watched(name: str, module: Any) -> dict[str, tuple[nn.Module, str]]:

@@ -10,25 +10,31 @@ import importlib.util
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Size, Tensor
 
 from ecoformer.arguments import one_line
 from ecoformer.backends.cpu.problem import keep_for
 from ecoformer.backends.fused import CannotRun, Functions, FusedCall, Grads, Needs
 
-__all__ = ["backward", "cannot", "forward", "kept"]
+__all__ = ["backward", "cannot", "forward", "integer_attention", "kept", "pack_signs", "unavailable"]
 
 
 def cannot(call: FusedCall, *, needs_grad: bool) -> str | None:
     """Why this call cannot be run; None where it can."""
-    device = call.q.device.type
-    if device != "cpu":
-        return f"it runs on the CPU, tokens are on {device}"
-    if not _installed():
-        return "numba is not installed: pip install 'ecoformer[cpu]'"
+    reason = unavailable(call.q.device)
+    if reason is not None:
+        return reason
     if call.key_functions is not None and _shapes(call.key_functions) != _shapes(call.functions):
         return "queries and keys have hash functions of different shapes"
     return None
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why no call with tokens on that device can be run; None where some can."""
+    if device.type != "cpu":
+        return f"it runs on the CPU, tokens are on {device.type}"
+    return None if _installed() else "numba is not installed: pip install 'ecoformer[cpu]'"
 
 
 def _shapes(functions: Functions) -> list[Size]:
@@ -64,4 +70,16 @@ def kept(call: FusedCall) -> list[Tensor]:
 def backward(call: FusedCall, grad: Tensor, saved: list[Tensor], needs: Needs) -> Grads:
     """Gradients of all inputs, by kernels that are compiled when they are first needed."""
     found: Grads = _compiled("launch_backward").backward(call, grad, saved, needs)
+    return found
+
+
+def integer_attention(*given: Any) -> Tensor:
+    """What `backends.integer.integer_attention` computes, with its checked arguments."""
+    found: Tensor = _compiled("launch_integer").integer_attention(*given)
+    return found
+
+
+def pack_signs(*given: Any) -> Tensor:
+    """What `backends.integer.pack_signs` computes, with its checked arguments and the output."""
+    found: Tensor = _compiled("launch_integer").pack_signs(*given)
     return found

@@ -15,18 +15,15 @@ from ecoformer.backends.cpu.problem import (
     MEMBERS,
     PROBLEM_SIZE,
     SCATTER,
-    TAKEN,
     TEAM_SIZE,
     Layout,
     Problem,
     Team,
     Worker,
 )
+from ecoformer.backends.cpu.shares import take_share
 from ecoformer.backends.cpu.sums import clear, gather, merge, save, scatter, tabulate, total_weight
-from ecoformer.backends.cpu.vectors import claim, current, doubles, floats, give_way, integers, octets
-
-_PATIENCE = 4096
-"""Turns of waiting after which others may have the core: some microseconds."""
+from ecoformer.backends.cpu.vectors import claim, doubles, floats, integers, octets
 
 
 @inlined
@@ -40,23 +37,6 @@ def worker(address: int, problem: int, layout: int) -> Any:
     if p.codes:
         codes, nans = p.codes, p.codes + 8 * p.batch * p.heads * p.keys
     return Worker(p, at, floats(address), doubles(own), integers(own), integers(codes), octets(nans))
-
-
-@inlined
-def take_share(numbers: Any, team: Team) -> tuple[int, int, int]:
-    """A job and which parts of it to do; -1 for no job. Waits for the first of two passes."""
-    job, share = team.job, claim(numbers, TAKEN)
-    if share >= team.shares:
-        if team.job != GATHER or share >= 2 * team.shares:
-            return -1, 0, 0
-        job, share = SCATTER, share - team.shares
-        # Whoever holds a share of the first pass is at work on it, or would be if it had a core.
-        turns = 0
-        while current(numbers, FINISHED) < team.shares:
-            turns += 1
-            if turns > _PATIENCE:
-                give_way()
-    return job, share * team.parts // team.shares, (share + 1) * team.parts // team.shares
 
 
 @inlined

@@ -8,7 +8,7 @@ from ecoformer.backends.cpu.causal_gradients import causal_gradients
 from ecoformer.backends.cpu.compiler import callback, carray, digest_of_sources, inlined, to_fixed_tuple
 from ecoformer.backends.cpu.gradients import key_gradients, query_gradients
 from ecoformer.backends.cpu.hashing_backward import prepare_backward
-from ecoformer.backends.cpu.kernels import take_share, worker
+from ecoformer.backends.cpu.kernels import worker
 from ecoformer.backends.cpu.problem import (
     CAUSAL,
     FINISHED,
@@ -21,6 +21,7 @@ from ecoformer.backends.cpu.problem import (
     Team,
     Worker,
 )
+from ecoformer.backends.cpu.shares import take_share
 from ecoformer.backends.cpu.sums import merge, save
 from ecoformer.backends.cpu.vectors import claim, integers
 

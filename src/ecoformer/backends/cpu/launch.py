@@ -19,16 +19,12 @@ from ecoformer.backends.cpu.problem import (
     keep_for,
     layout,
     padded,
+    pieces_of,
     state_rows,
 )
-from ecoformer.backends.cpu.threads import run_team, scratch
+from ecoformer.backends.cpu.threads import run_parts
 from ecoformer.backends.fused import FusedCall, empty_out
 from ecoformer.backends.hashing import HashFunctions
-
-_LEAST = 256
-"""Tokens that are worth a thread of their own."""
-_SHARES = 4
-"""Into how many shares a thread's part is cut, so that nobody waits long for one that was held up."""
 
 
 class Plan(NamedTuple):
@@ -59,9 +55,7 @@ def _plan(
     backward: bool,
     threads: int,
 ) -> Plan:
-    pieces = 1
-    if heads < threads and not causal:
-        pieces = max(1, min(-(-threads // heads), max(keys, queries) // _LEAST))
+    pieces = 1 if causal else pieces_of(heads, max(keys, queries), threads)
     digit = digit_of(bits, channels, keys, group or 1)
     at = layout(dim, channels, samples, bits, digit, keys, group, apart, causal, backward)
     return Plan(digit, pieces, state_rows(bits, group), padded(at["end"]), array("q", at.values()))
@@ -118,12 +112,8 @@ class Launch:
         numbers += [x.data_ptr() for x in states] or (0, 0)
         numbers += [x.data_ptr() for x in kept] or (0, 0)
         problem = array("q", numbers)
-        members = min(self.threads, parts)
-        shares = min(parts, _SHARES * members if members > 1 else 1)
-        memory = scratch(members * plan.size)
         addresses = (problem.buffer_info()[0], plan.layout.buffer_info()[0], gradients)
-        team = array("q", (0, 0, 0, job, parts, shares, memory, plan.size, *addresses))
-        run_team(function.address, team.buffer_info()[0], members)
+        run_parts(function.address, job, parts, self.threads, plan.size, addresses)
 
 
 def attend(call: FusedCall, keep: bool) -> tuple[Tensor, list[Tensor]]:

@@ -24,6 +24,8 @@ _BYTES = 1 << 18
 """Most memory for buckets of 8 bits, and as much again for tables; beyond, digits have 4 bits."""
 _MANY = 1024
 """Keys from which buckets of 8 bits pay for their folding."""
+_LEAST = 256
+"""Tokens that are worth a thread of their own."""
 FULL, GATHER, SCATTER, CAUSAL = range(4)
 """What is done with a share: heads from tokens to output, one of two passes, or heads in causal order."""
 
@@ -172,6 +174,11 @@ def digit_of(bits: int, channels: int, keys: int, group: int = 1) -> int:
     buckets = (bits + 7) // 8 * 256
     widest = 8 if bits > 4 and keys >= _MANY and buckets * padded(channels) * 4 <= _BYTES else 4
     return max(group, widest // group * group)
+
+
+def pieces_of(heads: int, tokens: int, threads: int) -> int:
+    """Into how many parts the tokens of a head are split: more than one where threads outnumber heads."""
+    return max(1, min(-(-threads // heads), tokens // _LEAST)) if heads < threads else 1
 
 
 def state_rows(bits: int, group: int) -> int:

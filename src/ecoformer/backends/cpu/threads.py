@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from array import array
 from collections.abc import Callable
 from functools import cache
 from queue import SimpleQueue
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 
 Work = Callable[[int], Any]
+_SHARES = 4
+"""Into how many shares a thread's part is cut, so that nobody waits long for one that was held up."""
 
 
 class _Helper:
@@ -87,6 +90,25 @@ def _openmp() -> Any:
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     function.restype = None
     return function
+
+
+def run_parts(
+    address: int, job: int, parts: int, threads: int, size: int, addresses: tuple[int, int, int]
+) -> None:
+    """Call the C function at `address` with a `Team` that shares `parts`, on up to that many threads.
+
+    Args:
+        address: of the function.
+        job: of the team.
+        parts: what there is to do.
+        threads: how many PyTorch would use.
+        size: bytes of a thread's scratch memory.
+        addresses: of the problem, of the layout, and of gradients.
+    """
+    members = min(threads, parts)
+    shares = min(parts, _SHARES * members if members > 1 else 1)
+    team = array("q", (0, 0, 0, job, parts, shares, scratch(members * size), size, *addresses))
+    run_team(address, team.buffer_info()[0], members)
 
 
 def run_team(address: int, data: int, threads: int) -> None:

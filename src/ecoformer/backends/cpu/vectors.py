@@ -156,7 +156,8 @@ row_outer = _tile(1, transposed=True)
 def _numbers(kind: Any) -> Any:
     """A function that makes an array, of unknown length, of the numbers at an address."""
     pointer_type, many = types.CPointer(kind), 1 << 40
-    llvm = {types.float32: F32, types.float64: ir.DoubleType(), types.int64: I64, types.uint8: ir.IntType(8)}
+    llvm = {types.float32: F32, types.float64: ir.DoubleType()}
+    llvm |= {types.int32: I32, types.int64: I64, types.uint8: ir.IntType(8), types.int8: ir.IntType(8)}
 
     @emitted("i", pointer_type)
     def pointer(builder: Any, address: Any) -> Any:
@@ -171,7 +172,9 @@ def _numbers(kind: Any) -> Any:
 
 floats = _numbers(types.float32)
 doubles = _numbers(types.float64)
+words = _numbers(types.int32)
 integers = _numbers(types.int64)
+signed_octets = _numbers(types.int8)
 octets = _numbers(types.uint8)
 
 
