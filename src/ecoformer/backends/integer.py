@@ -42,7 +42,7 @@ def integer_multiplier(factor: Tensor) -> Tensor:
     whole = (mantissa * 2**15).round().to(torch.int32)
     over = whole == 2**15
     whole, exponent = torch.where(over, 2**14, whole), 15 - exponent - over.int()
-    if bool(((exponent < 0) | (exponent > 22)).any()):
+    if not factor.is_meta and bool(((exponent < 0) | (exponent > 22)).any()):
         raise ValueError(f"factors must be between 2^-8 and 2^14, got {factor.tolist()}")
     return torch.stack([whole, exponent.to(torch.int32)], dim=-1)
 

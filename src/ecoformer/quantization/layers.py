@@ -27,6 +27,7 @@ from ecoformer.backends.integer import (
     pack_signs,
 )
 from ecoformer.hashing import SignHasher
+from ecoformer.operations import Operations, Product
 
 LOWEST, HIGHEST = -128, 127
 
@@ -407,6 +408,13 @@ class IntegerAttention(_HasGrids, HashedAttention):
         if isinstance(self.proj, IntegerLinear):
             return self.proj.exported(out)
         return dequantized(out, self._grids["output"])
+
+    def operations(self, batch: int, tokens: int) -> Operations | None:
+        """As `sharp_eco`, with the projections, which are not modules of their own here."""
+        attention = super().operations(batch, tokens)
+        columns = [*self.parts, self.dim if isinstance(self.proj, IntegerLinear) else 0]
+        projected = [Product(batch * tokens, self.dim, n, right="weight") for n in columns if n]
+        return None if attention is None else [*projected, *attention]
 
     def split_problem(self) -> str | None:
         """Tokens are not split over ranks in integer inference."""
