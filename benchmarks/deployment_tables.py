@@ -63,6 +63,30 @@ def deployment_runtimes() -> Table:
     return [["runtime", "attention", "what was left"], *rows]
 
 
+def deployment_int8() -> Table:
+    """Milliseconds in ONNX Runtime, in fp32 and int8, and how many times as fast as native in int8."""
+    latency, own = _figures("deployment_int8")["latency"], "native, by ONNX Runtime"
+    head = [str(row["size"]) for row in latency]
+    rows = []
+    for label in (*(f"{name}, {numbers}" for numbers in ("fp32", "int8") for name in NAMES), own):
+        cells = []
+        for row in latency:
+            speed = row["speed"].get(f"{label} over native, int8")
+            times = "" if speed is None else f" ({speed:.2f})"
+            cells.append(f"{row['median_ms'][label]:.1f}{times}" if label in row["median_ms"] else "")
+        rows.append([label, *cells])
+    return [["ms (times as fast as native, int8)", *(f"{size} pixels" for size in head)], *rows]
+
+
+def int8_mosaic() -> Table:
+    """Accuracy in fp32 and int8."""
+    keys = ("fp32", "int8", "agree", "resolves")
+    rows = [
+        [row["attention"]["name"], *(f"{row[key]:.2%}" for key in keys)] for row in _figures("int8_mosaic")
+    ]
+    return [["attention", "fp32", "int8", "same answer", "resolves"], *rows]
+
+
 def _figures(name: str = "deployment") -> dict[str, Any]:
     figures: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())["figures"]
     return figures
