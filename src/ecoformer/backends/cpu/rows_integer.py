@@ -153,9 +153,7 @@ def set_wide(builder: Any, exact: Any, index: Any, number: Any) -> None:
 
 
 @emitted("aiaiiii")
-def add_rows(
-    builder: Any, y: Any, y0: Any, x: Any, x0: Any, count: Any, stride: Any, length: Any
-) -> None:
+def add_rows(builder: Any, y: Any, y0: Any, x: Any, x0: Any, count: Any, stride: Any, length: Any) -> None:
     """y += the sum of `count` rows of x."""
 
     def step(to: _Lanes, index: Any) -> None:
@@ -284,7 +282,13 @@ def read_rows(
         drop = builder.sub(drop, last)
 
         def finish(
-            to: _Lanes, total: Any, index: Any, start: Any = start, drop: Any = drop, last: Any = last, factor: Any = factor
+            to: _Lanes,
+            total: Any,
+            index: Any,
+            start: Any = start,
+            drop: Any = drop,
+            last: Any = last,
+            factor: Any = factor,
         ) -> None:
             part = builder.ashr(total, to.splat(I32, drop))
             part = builder.ashr(builder.add(part, to.splat(I32, last)), to.splat(I32, last))
