@@ -123,8 +123,10 @@ def check_texts(source: Path, name: str, folder: Path) -> dict[str, Any]:
     return check(str(model.config.model_type), name, made)
 
 
-def in_turns(runs: dict[str, Run], seconds: float) -> dict[str, Any]:
-    """Median and smallest milliseconds of each, and how many times as fast as softmax and native it is."""
+def in_turns(
+    runs: dict[str, Run], seconds: float, against: tuple[str, ...] = ("native", "softmax")
+) -> dict[str, Any]:
+    """Median and smallest milliseconds of each, and how many times as fast as those in `against` it is."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
@@ -139,7 +141,7 @@ def in_turns(runs: dict[str, Run], seconds: float) -> dict[str, Any]:
     speed = {
         f"{name} over {other}": median(row[order.index(other)] / row[order.index(name)] for row in rounds)
         for name in order
-        for other in ("native", "softmax")
+        for other in against
         if other in order and name != other
     }
     return {

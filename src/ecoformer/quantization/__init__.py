@@ -1,5 +1,6 @@
 """Integer inference: int8 weights and inputs, int32 sums, and attention by integer additions."""
 
+from ecoformer.quantization.layers import IntegerAttention
 from ecoformer.quantization.quantize import (
     Quantization,
     QuantizedLayer,
@@ -8,4 +9,11 @@ from ecoformer.quantization.quantize import (
     quantize,
 )
 
-__all__ = ["Quantization", "QuantizedLayer", "fake_quantized", "integer_layers", "quantize"]
+__all__ = [
+    "IntegerAttention",
+    "Quantization",
+    "QuantizedLayer",
+    "fake_quantized",
+    "integer_layers",
+    "quantize",
+]

@@ -280,6 +280,7 @@ class IntegerAttention(_HasGrids, HashedAttention):
     projects_to_codes = True
     thresholds: Tensor
     levels: Tensor
+    multiplier: Tensor
     value_scale: Tensor
     output_scale: Tensor
 
@@ -302,6 +303,7 @@ class IntegerAttention(_HasGrids, HashedAttention):
         self.register_buffer("thresholds", torch.zeros(self.parts[1], 24, dtype=torch.int32, **new))
         size = (heads, groups, self.bits // groups + 1)
         self.register_buffer("levels", torch.zeros(size, dtype=torch.int32, **new))
+        self.register_buffer("multiplier", torch.zeros(heads, 2, dtype=torch.int32, **new))
         self.register_buffer("value_scale", torch.ones(heads, **new))
         self._add_grid("output", device)
 
@@ -331,7 +333,7 @@ class IntegerAttention(_HasGrids, HashedAttention):
         self.set_grid("output", Grid(max(output, 1e-12) / LARGEST))
         # A head whose values are tiny next to the outputs of others adds nothing that int8 can show.
         self.value_scale.copy_(torch.maximum(values / LARGEST, self.output_scale / 200))
-        integer_multiplier(self.value_scale / self.output_scale)  # raises where it cannot be expressed
+        self.multiplier.copy_(integer_multiplier(self.value_scale / self.output_scale))
         if self.weighted:
             # e >= t where 12 tanh(y / 3) rounds to at least t.
             changes = torch.arange(1 - LARGEST_EXPONENT, LARGEST_EXPONENT + 1, dtype=torch.float64) - 0.5
@@ -368,8 +370,8 @@ class IntegerAttention(_HasGrids, HashedAttention):
             above = ((exponents + bias[1]).unsqueeze(-1) >= self.thresholds).sum(dim=-1) - LARGEST_EXPONENT
             exponent = above.to(torch.int8).view(batch, tokens, -1).transpose(1, 2)
         v = self._values(values + bias[2]).view(batch, tokens, self.num_heads, -1).transpose(1, 2)
-        multiplier = integer_multiplier(self.value_scale / self.output_scale)
-        out = integer_attention(codes_q, codes_k, v, self.levels, multiplier, exponent, key_padding_mask)
+        tables = (self.levels, self.multiplier)
+        out = integer_attention(codes_q, codes_k, v, *tables, exponent, key_padding_mask)
         numbers = out.transpose(1, 2).reshape(-1, self.dim)
         if isinstance(self.proj, IntegerLinear):
             found = self.proj.of_numbers(numbers)
