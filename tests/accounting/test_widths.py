@@ -19,6 +19,7 @@ from ecoformer.bitfusion import simulate_model
 from ecoformer.operations import Counts
 
 X = torch.ones(3, 4)
+OURS = torch.ops.ecoformer
 BYTES, WORDS = X.to(torch.int8), X.to(torch.int32)
 
 WIDTHS: list[tuple[str, Callable[[], Any], dict[str, Counts]]] = [
@@ -148,43 +149,23 @@ def test_a_ledger_says_how_operations_divide_by_width() -> None:
     assert "int8" not in ledger.to_csv()
 
 
-def _operator(name: str, schema: str, fake: Callable[..., Tensor]) -> Any:
-    """One of ours, as quantised layers call it, whether or not a backend has registered it."""
-    if not hasattr(torch.ops.ecoformer, name):
-        _LIBRARY.define(f"{name}{schema}")
-        _LIBRARY.impl(name, fake, "Meta")
-    return getattr(torch.ops.ecoformer, name)
-
-
-_LIBRARY = torch.library.Library("ecoformer", "FRAGMENT")
-ATTENTION = _operator(
-    "integer_attention",
-    "(Tensor codes_q, Tensor codes_k, Tensor v, Tensor levels, Tensor multiplier, Tensor? exponent, "
-    "Tensor? mask) -> Tensor",
-    lambda q, k, v, *_: v.new_empty(*q.shape, v.shape[-1]),
-)
-SIGNS = _operator(
-    "pack_signs",
-    "(Tensor sums, Tensor least, int bits) -> Tensor",
-    lambda sums, least, bits: sums.new_empty(len(sums), sums.shape[1] // bits, dtype=torch.int16),
-)
-
-
 def meta(*size: int, dtype: torch.dtype = torch.int8) -> Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
 
 
 def test_integer_operators_count_by_formula() -> None:
     image, weight = meta(1, 4, 6, 6), meta(8, 2, 3, 3)
-    counts, _ = executed(torch.ops.ecoformer.integer_conv2d, image, weight, [1, 1], [1, 1], 2)
+    counts, _ = executed(OURS.integer_conv2d, image, weight, [1, 1], [1, 1], 2)
     terms = 8 * 16 * 2 * 9
     assert counts.widths == {"int8": Counts(mul=terms), "int32": Counts(add=terms)}
     assert counts.bytes == 4 * 36 + 8 * 2 * 9 + 4 * 8 * 16
-    counts, _ = executed(SIGNS, meta(5, 32, dtype=torch.int32), meta(32, dtype=torch.int32), 16)
+    counts, _ = executed(OURS.pack_signs, meta(5, 32, dtype=torch.int32), meta(32, dtype=torch.int32), 16)
     assert counts == Counts(compare=2 * 5 * 32, bytes=4 * (5 * 32 + 32) + 2 * 5 * 2)
     codes, v = meta(2, 3, 100, dtype=torch.int16), meta(2, 3, 100, 32)
     levels, multiplier = meta(3, 4, 5, dtype=torch.int32), meta(3, 2, dtype=torch.int32)
-    counts, uncounted = executed(ATTENTION, codes, codes, v, levels, multiplier, meta(2, 3, 100), None)
+    counts, uncounted = executed(
+        OURS.integer_attention, codes, codes, v, levels, multiplier, meta(2, 3, 100), None
+    )
     assert uncounted == ()
     assert counts.widths == integer_counts(6, 100, 100, 32, 4, 4, weighted=True).widths
     assert counts.bytes == 2 * 600 * 2 + 2 * 600 * 32 + 600 + 4 * (3 * 4 * 5 + 3 * 2)
