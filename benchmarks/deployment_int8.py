@@ -5,7 +5,7 @@
 Native, softmax, eco and sharp_eco are quantised by `ecoformer.quantize` and exported alike. "native, by ONNX
 Runtime" is the native model in fp32, quantised by onnxruntime's own `quantize_static` (QDQ, per channel),
 which also covers the products of attention. All are calibrated on the same photographs and take turns.
-Weights are random; speed does not depend on them. Softmax is not timed at 1024 pixels, where it takes minutes.
+Weights are random; speed does not depend on them. Softmax is not timed at 1024 pixels: it takes minutes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def by_onnxruntime(source: Path, target: Path) -> None:
     """onnxruntime's static quantisation of a file."""
     tools = import_library("onnxruntime.quantization")
     shaped = target.with_suffix(".shaped.onnx")
-    import_library("onnxruntime.quantization.shape_inference").quant_pre_process(source, shaped)
+    import_library("onnxruntime.quantization.shape_inference").quant_pre_process(
+        source, shaped, skip_symbolic_shape=True
+    )
     tools.quantize_static(
         shaped,
         target,

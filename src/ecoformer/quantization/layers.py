@@ -154,9 +154,13 @@ class _Integer(_HasGrids):
         return found
 
     def _float_bias(self) -> Tensor:
-        """The bias in an exported graph, where the input's zero is subtracted."""
-        offset = self.input_zero * self.weight.flatten(1).sum(dim=1, dtype=torch.int32)
-        return (self.bias + offset).float() * self.steps
+        """The bias in an exported graph, where the input's zero is subtracted; int32 in the file."""
+        whole = self.bias + self.input_zero * self.weight.flatten(1).sum(dim=1, dtype=torch.int32)
+        zeros, ends = torch.zeros_like(whole), torch.iinfo(torch.int32)
+        found: Tensor = _decomposed().dequantize_per_channel(
+            whole, self.steps, zeros, 0, ends.min, ends.max, torch.int32
+        )
+        return found
 
 
 class IntegerLinear(_Integer):
@@ -186,7 +190,9 @@ class IntegerLinear(_Integer):
 
     def exported(self, x: Tensor) -> Tensor:
         """The same for an exported graph."""
-        return dequantized(x, self._grids["input"]) @ self._float_weight().t() + self._float_bias()
+        rows = dequantized(x.flatten(0, -2), self._grids["input"])  # one product with a bias, if a matrix
+        out = F.linear(rows, self._float_weight(), self._float_bias())
+        return out.view(*x.shape[:-1], self.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
         """As `nn.Linear`."""
