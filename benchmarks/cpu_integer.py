@@ -50,15 +50,15 @@ def contestants(shape: tuple[int, int, int, int]) -> dict[str, Callable[[], Any]
     key_weight = torch.exp2(exponent)
 
     sums = (100 * drawn(2 * heads * BITS)).int().flatten(0, 1)
-    least = torch.zeros(heads * BITS, dtype=torch.int32)
+    least = torch.zeros(2 * heads * BITS, dtype=torch.int32)
     levels = integer.integer_levels(*affinity.levels(BITS, beta), BITS // GROUPS)
     multiplier = integer.integer_multiplier(torch.ones(heads))
     values = (40 * v).round().clamp(-127, 127).to(torch.int8)
     rest = (values, levels, multiplier, exponent.to(torch.int8))
 
     def packed() -> list[torch.Tensor]:
-        parts = (integer.pack_signs(part, least, BITS) for part in sums.chunk(2, dim=1))
-        return [codes.view(batch, tokens, heads).transpose(1, 2) for codes in parts]
+        both = integer.pack_signs(sums, least, BITS).view(batch, tokens, 2, heads)
+        return [codes.transpose(1, 2) for codes in both.unbind(2)]
 
     codes = packed()
     with use_backend("eager"):

@@ -16,7 +16,17 @@ from ecoformer.backends.cpu.compiler import (
     int64,
     to_fixed_tuple,
 )
-from ecoformer.backends.cpu.problem import FINISHED, GATHER, LANES, MEMBERS, SCATTER, TEAM_SIZE, Team, digits, padded
+from ecoformer.backends.cpu.problem import (
+    FINISHED,
+    GATHER,
+    LANES,
+    MEMBERS,
+    SCATTER,
+    TEAM_SIZE,
+    Team,
+    digits,
+    padded,
+)
 from ecoformer.backends.cpu.rows_integer import (
     add_rows,
     add_to_word,
@@ -299,7 +309,9 @@ def _scatter(w: IntegerWorker, batch: int, head: int, first: int, last: int, nar
                 one, two = code & low, low + 1 + (code >> p.digit & low)
                 set_wide(exact, at.places + 2 * i, at.tables + one * wide)
                 set_wide(exact, at.places + 2 * i + 1, at.tables + two * wide)
-                set_wide(exact, at.tokens + i, wide_at(exact, at.below + one) + wide_at(exact, at.below + two))
+                set_wide(
+                    exact, at.tokens + i, wide_at(exact, at.below + one) + wide_at(exact, at.below + two)
+                )
                 continue
             bottom = int64(0)
             for g in range(count):

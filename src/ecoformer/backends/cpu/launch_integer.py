@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from ecoformer.backends.cpu.kernels_integer import attend, pack, scratch_of
-from ecoformer.backends.cpu.problem import FULL, GATHER, digit_of, padded, pieces_of
+from ecoformer.backends.cpu.problem import FULL, GATHER, digit_of, pieces_of
 from ecoformer.backends.cpu.threads import run_parts
 from ecoformer.backends.fused import empty_out
 
 LEVEL_BITS = 24
+_LINE = 64
+"""Bytes of a cache line, where each thread's scratch memory begins."""
 
 
 @lru_cache(maxsize=256)
@@ -24,7 +26,7 @@ def _plan(
     digit = digit_of(bits, channels, keys, group)
     at = scratch_of(channels, bits, group, digit)
     pieces = pieces_of(heads, max(keys, queries), threads)
-    return digit, pieces, at.wide - at.sums, padded(at.end), array("q", at)
+    return digit, pieces, at.wide - at.sums, -(-at.end // _LINE) * _LINE, array("q", at)
 
 
 def integer_attention(

@@ -16,8 +16,6 @@ I8 = ir.IntType(8)
 _LARGEST = 127
 _WIDTHS = (32, 16, 1)
 """Of vectors where most time is spent."""
-_LANES_OF_CODES = 8
-"""Codes have 8 bits or more, in most cases a multiple of 8."""
 
 
 class _Lanes:
@@ -153,9 +151,7 @@ def set_wide(builder: Any, exact: Any, index: Any, number: Any) -> None:
 
 
 @emitted("aiaiiii")
-def add_rows(
-    builder: Any, y: Any, y0: Any, x: Any, x0: Any, count: Any, stride: Any, length: Any
-) -> None:
+def add_rows(builder: Any, y: Any, y0: Any, x: Any, x0: Any, count: Any, stride: Any, length: Any) -> None:
     """y += the sum of `count` rows of x."""
 
     def step(to: _Lanes, index: Any) -> None:
@@ -284,7 +280,13 @@ def read_rows(
         drop = builder.sub(drop, last)
 
         def finish(
-            to: _Lanes, total: Any, index: Any, start: Any = start, drop: Any = drop, last: Any = last, factor: Any = factor
+            to: _Lanes,
+            total: Any,
+            index: Any,
+            start: Any = start,
+            drop: Any = drop,
+            last: Any = last,
+            factor: Any = factor,
         ) -> None:
             part = builder.ashr(total, to.splat(I32, drop))
             part = builder.ashr(builder.add(part, to.splat(I32, last)), to.splat(I32, last))
@@ -369,13 +371,13 @@ def reached(builder: Any, x: Any, x0: Any, least: Any, l0: Any, count: Any) -> A
     """Bit r says whether number r of x is at least that of `least`."""
     code = cgutils.alloca_once(builder, I64)
     builder.store(integer(0), code)
-    full = builder.and_(count, integer(-_LANES_OF_CODES))
-    for lanes, start, stop in ((_LANES_OF_CODES, integer(0), full), (1, full, count)):
-        to = _Lanes(builder, lanes)
-        with steps(builder, start, stop, lanes) as r:
-            flags = builder.icmp_signed(">=", to.load(I32, x, x0, r), to.load(I32, least, l0, r))
-            bits = builder.zext(builder.bitcast(flags, ir.IntType(lanes)), I64)
-            builder.store(builder.or_(builder.load(code), builder.shl(bits, r)), code)
+
+    def step(to: _Lanes, r: Any) -> None:
+        flags = builder.icmp_signed(">=", to.load(I32, x, x0, r), to.load(I32, least, l0, r))
+        bits = builder.zext(builder.bitcast(flags, ir.IntType(to.lanes)), I64)
+        builder.store(builder.or_(builder.load(code), builder.shl(bits, r)), code)
+
+    _along(builder, count, step, 16, 8, 1)
     return builder.load(code)
 
 
