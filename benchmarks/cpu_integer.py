@@ -54,25 +54,26 @@ def contestants(shape: tuple[int, int, int, int]) -> dict[str, Callable[[], Any]
     levels = integer.integer_levels(*affinity.levels(BITS, beta), BITS // GROUPS)
     multiplier = integer.integer_multiplier(torch.ones(heads))
     values = (40 * v).round().clamp(-127, 127).to(torch.int8)
-    rest = (values, levels, multiplier, exponent.to(torch.int8))
+    exponents = exponent.to(torch.int8)
 
     def packed() -> list[torch.Tensor]:
         both = integer.pack_signs(sums, least, BITS).view(batch, tokens, 2, heads)
         return [codes.transpose(1, 2) for codes in both.unbind(2)]
 
+    def attend(codes: list[torch.Tensor]) -> torch.Tensor:
+        return integer.integer_attention(codes[0], codes[1], values, levels, multiplier, exponents)
+
     codes = packed()
+    out = attend(codes)
     with use_backend("eager"):
-        same = all(map(torch.equal, codes, packed()))
-        same &= torch.equal(integer.integer_attention(*codes, *rest), integer.eager(*codes, *rest, None))
-    same &= torch.equal(integer.integer_attention(*codes, *rest), integer.eager(*codes, *rest, None))
-    if not same:
-        raise RuntimeError(f"the kernels differ from eager at {shape}")
+        if not (all(map(torch.equal, codes, packed())) and torch.equal(out, attend(codes))):
+            raise RuntimeError(f"the kernels differ from eager at {shape}")
     return {
         "fp32": lambda: eco_attention(
             q, v, hasher, k=k, key_weight=key_weight, affinity=affinity, backend="cpu"
         ),
-        "integer": lambda: integer.integer_attention(*codes, *rest),
-        "integer, packing": lambda: integer.integer_attention(*packed(), *rest),
+        "integer": lambda: attend(codes),
+        "integer, packing": lambda: attend(packed()),
     }
 
 

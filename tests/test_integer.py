@@ -149,17 +149,25 @@ def test_packed_codes_of_any_width_are_read_alike():
 
 @pytest.fixture(params=[1, 2, 3], ids="{} threads".format)
 def poisoned(request, monkeypatch):
-    """Kernels on some threads, where memory holds anything before it is written."""
+    """Kernels on some threads, where memory holds anything before it is written, and has fences around it."""
     from ecoformer.backends.cpu import launch_integer, threads
 
     def empty_out(codes, v):
         return fused.empty_out(codes, v).fill_(-128)
 
+    def scratch(wanted):
+        held.append(torch.randint(256, (wanted + 256,), dtype=torch.uint8))
+        fences.append([held[-1][part].clone() for part in around])
+        return held[-1].data_ptr() + 128
+
+    held, fences, around = [], [], (slice(0, 128), slice(-128, None))
     monkeypatch.setattr(launch_integer, "empty_out", empty_out)
-    threads._own.memory = torch.randint(256, (1 << 24,), dtype=torch.uint8)
+    monkeypatch.setattr(threads, "scratch", scratch)
     torch.set_num_threads(request.param)
     yield
     torch.set_num_threads(1)
+    for memory, before in zip(held, fences, strict=True):
+        assert all(torch.equal(memory[part], each) for part, each in zip(around, before, strict=True))
 
 
 @KERNELS

@@ -194,15 +194,13 @@ def test_nothing_around_the_output_is_written(monkeypatch):
 
 @EVERY_SIZE
 def test_scratch_memory_is_as_large_as_it_says(size, monkeypatch):
-    from ecoformer.backends.cpu import launch
-
     def fenced(wanted):
         memory = torch.full((wanted + 4096,), 0xAB, dtype=torch.uint8)
         fences.append((wanted, memory))
         return memory.data_ptr() + 2048
 
     fences = []
-    monkeypatch.setattr(launch, "scratch", fenced)
+    monkeypatch.setattr(team, "scratch", fenced)
     for causal in (False, True):
         n = size["n"]
         more = {"causal": causal} | ({"queries": n} if causal and "queries" in size else {})

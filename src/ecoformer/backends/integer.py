@@ -33,7 +33,7 @@ def integer_levels(scale: Tensor, ratio: Tensor, size: int) -> Tensor:
     distances = torch.arange(size + 1, device=scale.device)
     relative = scale.double() / scale.double().amax(dim=-1, keepdim=True)
     powers = torch.pow(ratio.double().unsqueeze(-1), distances)
-    return (relative.unsqueeze(-1) * powers * 2**LEVEL_BITS).round().to(torch.int32)
+    return (relative.unsqueeze(-1) * powers * (1 << LEVEL_BITS)).round().to(torch.int32)
 
 
 def integer_multiplier(factor: Tensor) -> Tensor:
@@ -188,9 +188,9 @@ def _empty_codes(sums: Tensor, bits: int) -> Tensor:
 
 def eager_packing(sums: Tensor, least: Tensor, bits: int) -> Tensor:
     """`pack_signs` in plain PyTorch."""
-    ones = (sums >= least).unflatten(1, (-1, bits)).to(torch.int64)
-    packed = (ones << torch.arange(bits, device=sums.device)).sum(dim=-1)
-    return packed.to(EXACT_WIDTHS.get(bits, torch.int64))
+    ones = (sums >= least).to(torch.int64).view(len(sums), -1, bits)
+    powers = torch.ones(bits, dtype=torch.int64, device=sums.device) << torch.arange(bits, device=sums.device)
+    return (ones * powers).sum(dim=-1).to(EXACT_WIDTHS.get(bits, torch.int64))
 
 
 @torch.library.custom_op(
