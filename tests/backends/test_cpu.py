@@ -287,11 +287,9 @@ def test_threads_of_python_may_call_at_once(threads):
 @pytest.fixture
 def teams(monkeypatch):
     """How many threads each call was given."""
-    from ecoformer.backends.cpu import launch
-
     used = []
-    original = launch.run_team
-    monkeypatch.setattr(launch, "run_team", lambda *a: (used.append(a[2]), original(*a)))
+    original = team.run_team
+    monkeypatch.setattr(team, "run_team", lambda *a: (used.append(a[2]), original(*a)))
     return used
 
 
