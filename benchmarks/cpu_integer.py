@@ -1,13 +1,14 @@
 """Integer attention on the CPU against the fp32 kernel, with two threads, in one run.
 
-    python benchmarks/cpu_integer.py [--seconds 6]
+    python benchmarks/cpu_integer.py [--seconds 6] [--cpu-time]
 
 Heads of `sharp_eco`: 16 bits in 4 groups, codes of queries and of keys, weights of keys, tensors as its
 projections leave them, token by token. "fp32" hashes projections and attends, "integer" attends from packed
 codes, "integer, packing" makes codes of the int32 sums of an int8 product first. The integer kernels are
 compared with eager PyTorch bit for bit, then all are timed in turns, several calls in a row each. Twice:
 elapsed time of two threads, and the CPU time of one, which depends less on what else the machine does. The
-first decile of elapsed times is close to that of an idle machine; "load" is the load average before.
+first decile of elapsed times is close to that of an idle machine; "load" is the load average before. Elapsed
+times say nothing where others use the cores, as threads wait for each other: --cpu-time leaves them out.
 Writes results/cpu_integer.json.
 """
 
@@ -100,6 +101,7 @@ def timed(calls: dict[str, Callable[[], Any]], seconds: float, clock: Clock) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seconds", type=float, default=6.0, help="for each shape and clock")
+    parser.add_argument("--cpu-time", action="store_true", help="time one thread only")
     options = parser.parse_args()
     figures: dict[str, Any] = {"bits": BITS, "groups": GROUPS, "attention": []}
     for shape in SHAPES:
@@ -107,7 +109,8 @@ def main() -> None:
         torch.set_num_threads(THREADS)
         with torch.no_grad():
             calls = contestants(shape)
-            row[f"{THREADS} threads, elapsed"] = timed(calls, options.seconds, time.perf_counter)
+            if not options.cpu_time:
+                row[f"{THREADS} threads, elapsed"] = timed(calls, options.seconds, time.perf_counter)
             torch.set_num_threads(1)
             row["1 thread, CPU time"] = timed(calls, options.seconds, time.thread_time)
         figures["attention"].append(row)
