@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ecoformer.accounting import energy_table
 from ecoformer.report.tables import STATUSES
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
@@ -93,6 +94,34 @@ def cost_processes() -> Table:
     return [["resolution", "attention", *heads], *rows]
 
 
+def cost_integers() -> Table:
+    """fp32 and int8, operations alone and with each memory; in brackets, times native in the same numbers."""
+    rows: Table = []
+    native: dict[str, float] = {}
+    for row in _figures("integer_energy"):
+        energies = row["energy_pj"]
+        native = energies if row["mechanism"] == "native" else native
+        cells = (f"{_mj(energy)} ({energy / native[table]:.2f})" for table, energy in energies.items())
+        rows.append([str(row["resolution"]), row["numbers"], row["mechanism"], *cells])
+    heads = ["45 nm", "+ SRAM", "+ DRAM", "7 nm", "+ SRAM", "+ HBM"]
+    return [["resolution", "numbers", "attention", *heads], *rows]
+
+
+def cost_widths() -> Table:
+    """Where the energy of an int8 model goes, by width, at 224 pixels."""
+    prices = energy_table("45nm").widths
+    rows: Table = []
+    for row in _figures("integer_energy"):
+        if (row["resolution"], row["numbers"]) != (224, "int8"):
+            continue
+        for width, counts in row["widths"].items():
+            pj = sum(prices[width].get(kind, 0.0) * number for kind, number in counts.items())
+            numbers = _millions(counts.get("mul", 0), counts.get("add", 0))
+            if any(numbers):
+                rows.append([row["mechanism"], width, *numbers, f"{pj / row['energy_pj']['45nm']:.0%}"])
+    return [["attention", "width", "mul", "add", "share of energy"], *rows]
+
+
 def cost_cells() -> Table:
     """How the cells of the paper's tables come out."""
     counts = _figures("accounting")["tables"]
@@ -160,6 +189,8 @@ MAKERS = (
     cost_lines,
     cost_native,
     cost_processes,
+    cost_integers,
+    cost_widths,
     cost_cells,
     bitfusion_table,
     bitfusion_layer,

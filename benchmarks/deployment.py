@@ -3,7 +3,8 @@
 PVTv2-B0 as timm has it (native), and with softmax, eco and sharp_eco on every token, each exported by
 `export_onnx`. ONNX Runtime is always measured, OpenVINO and ExecuTorch (XNNPACK) where they are installed.
 Contestants take turns, because other work on the machine changes its speed. Weights are random; speed does
-not depend on them. `--texts FOLDER` also exports a BERT-like model and compares it on sentences.
+not depend on them. `--texts FOLDER` also exports a BERT-like model and compares it on sentences. `--vit` only
+exports and compares ViT-S/16, into a result file of its own.
 """
 
 from __future__ import annotations
@@ -39,20 +40,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20, help="of measuring, for each runtime and size")
     parser.add_argument("--texts", type=Path, help="folder of a BERT-like model with its tokeniser")
+    parser.add_argument("--vit", action="store_true", help="only compare ViT-S/16 with PyTorch")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(THREADS)
+    if options.vit:
+        with TemporaryDirectory() as folder:
+            checks = [check_pictures("vit_small_patch16_224", name, Path(folder))[1] for name in NAMES]
+        print("wrote", write_result("deployment_vit", {"checks": checks}))
+        return
     figures: dict[str, Any] = {"threads": THREADS, "sizes": {}, "checks": [], "latency": [], "notes": {}}
     with TemporaryDirectory() as folder:
         models, files = {}, {}
         for name in NAMES:
-            print("exporting", name, flush=True)
-            models[name] = picture_model(name)
-            images = crops(224)
-            made = export_onnx(models[name], Path(folder) / f"{name}.onnx", images[:2], samples=[images])
-            files[name] = made.path
-            figures["sizes"][name] = made.bytes
-            figures["checks"].append(check("pvt_v2_b0", name, made))
+            models[name], row = check_pictures("pvt_v2_b0", name, Path(folder))
+            files[name] = Path(folder) / f"{name}.onnx"
+            figures["sizes"][name] = row["bytes"]
+            figures["checks"].append(row)
         if options.texts is not None:
             figures["checks"] += [check_texts(options.texts, name, Path(folder)) for name in NAMES]
         for runtime, prepare in RUNTIMES.items():
@@ -74,12 +78,16 @@ def main() -> None:
     print("wrote", write_result("deployment", figures))
 
 
-def picture_model(name: str) -> nn.Module:
+def check_pictures(model_name: str, name: str, folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """The model with this attention, exported to NAME.onnx, and how it does on photographs."""
+    print("exporting", model_name, name, flush=True)
     torch.manual_seed(0)
-    model: nn.Module = import_timm().create_model("pvt_v2_b0").eval()
+    model: nn.Module = import_timm().create_model(model_name).eval()
     if name != "native":
         convert(model, name)
-    return model
+    images = crops(224)
+    made = export_onnx(model, folder / f"{name}.onnx", images[:2], samples=[images])
+    return model, check(model_name, name, made)
 
 
 def crops(size: int) -> Tensor:
@@ -115,8 +123,10 @@ def check_texts(source: Path, name: str, folder: Path) -> dict[str, Any]:
     return check(str(model.config.model_type), name, made)
 
 
-def in_turns(runs: dict[str, Run], seconds: float) -> dict[str, Any]:
-    """Median and smallest milliseconds of each, and how many times as fast as softmax and native it is."""
+def in_turns(
+    runs: dict[str, Run], seconds: float, against: tuple[str, ...] = ("native", "softmax")
+) -> dict[str, Any]:
+    """Median and smallest milliseconds of each, and how many times as fast as those in `against` it is."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
@@ -131,7 +141,7 @@ def in_turns(runs: dict[str, Run], seconds: float) -> dict[str, Any]:
     speed = {
         f"{name} over {other}": median(row[order.index(other)] / row[order.index(name)] for row in rounds)
         for name in order
-        for other in ("native", "softmax")
+        for other in against
         if other in order and name != other
     }
     return {

@@ -1,4 +1,4 @@
-"""Tables about exported models, from results/deployment.json."""
+"""Tables about exported models, from results/deployment.json and deployment_vit.json."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 Table = list[list[str]]
 NAMES = ("native", "softmax", "eco", "sharp_eco")
-PATH = Path(__file__).resolve().parent.parent / "results" / "deployment.json"
+RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
 def deployment_latency() -> Table:
@@ -48,7 +48,7 @@ def deployment_checks() -> Table:
             f"{row['error']:.0e}",
             f"{row['same_top1']:.0%}",
         ]
-        for row in _figures()["checks"]
+        for row in _figures("deployment_vit")["checks"] + _figures()["checks"]
     ]
     return [["model", "attention", "batches", "largest error", "same top-1"], *rows]
 
@@ -63,8 +63,32 @@ def deployment_runtimes() -> Table:
     return [["runtime", "attention", "what was left"], *rows]
 
 
-def _figures() -> dict[str, Any]:
-    figures: dict[str, Any] = json.loads(PATH.read_text())["figures"]
+def deployment_int8() -> Table:
+    """Milliseconds in ONNX Runtime, in fp32 and int8, and how many times as fast as native in int8."""
+    latency, own = _figures("deployment_int8")["latency"], "native, by ONNX Runtime"
+    head = [str(row["size"]) for row in latency]
+    rows = []
+    for label in (*(f"{name}, {numbers}" for numbers in ("fp32", "int8") for name in NAMES), own):
+        cells = []
+        for row in latency:
+            speed = row["speed"].get(f"{label} over native, int8")
+            times = "" if speed is None else f" ({speed:.2f})"
+            cells.append(f"{row['median_ms'][label]:.1f}{times}" if label in row["median_ms"] else "")
+        rows.append([label, *cells])
+    return [["ms (times as fast as native, int8)", *(f"{size} pixels" for size in head)], *rows]
+
+
+def int8_mosaic() -> Table:
+    """Accuracy in fp32 and int8."""
+    keys = ("fp32", "int8", "agree", "resolves")
+    rows = [
+        [row["attention"]["name"], *(f"{row[key]:.2%}" for key in keys)] for row in _figures("int8_mosaic")
+    ]
+    return [["attention", "fp32", "int8", "same answer", "resolves"], *rows]
+
+
+def _figures(name: str = "deployment") -> dict[str, Any]:
+    figures: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())["figures"]
     return figures
 
 

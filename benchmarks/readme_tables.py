@@ -103,8 +103,8 @@ def _by_mechanism(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def _percent(accuracies: list[float]) -> str:
-    seeds = f" ({len(accuracies)} seeds)" if len(accuracies) > 1 else ""
-    return f"{100 * mean(accuracies):.1f} %{seeds}"
+    seeds = "1 seed" if len(accuracies) == 1 else f"{len(accuracies)} seeds"
+    return f"{100 * mean(accuracies):.1f} % ({seeds})"
 
 
 def _figures(name: str) -> Any:

@@ -37,6 +37,7 @@ from ecoformer.hashing import (
     fitting,
     hashers_of,
 )
+from ecoformer.quantization import Quantization, fake_quantized, quantize
 from ecoformer.streaming import HashAttentionState
 
 __version__ = "0.1.0"
@@ -60,6 +61,7 @@ __all__ = [
     "OnnxExport",
     "Plan",
     "Projections",
+    "Quantization",
     "RefitHashers",
     "SignHasher",
     "SoftStart",
@@ -71,6 +73,7 @@ __all__ = [
     "distill",
     "eco_attention",
     "export_onnx",
+    "fake_quantized",
     "fit_hashers",
     "fitting",
     "hash_attention",
@@ -80,6 +83,7 @@ __all__ = [
     "load_official",
     "pack_codes",
     "plan",
+    "quantize",
     "register_attention",
     "register_conversion",
     "save",

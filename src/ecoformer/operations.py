@@ -7,8 +7,11 @@ BitFusion model derive from that list.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
+
+KINDS = ("mul", "add", "shift", "lookup", "compare", "exp", "bytes")
 
 
 @dataclass(frozen=True)
@@ -22,19 +25,35 @@ class Counts:
     compare: int = 0
     exp: int = 0
     bytes: int = 0
+    narrow: Mapping[str, Counts] = field(default_factory=dict, compare=False)
+    """Those of the operations that are not fp32, by width, such as "int8"; not part of equality."""
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        narrow = {
+            width: self.narrow.get(width, Counts()) + other.narrow.get(width, Counts())
+            for width in (*self.narrow, *(width for width in other.narrow if width not in self.narrow))
+        }
+        return replace(Counts(*(getattr(self, kind) + getattr(other, kind) for kind in KINDS)), narrow=narrow)
 
     def __mul__(self, times: int) -> Counts:
-        return Counts(*(getattr(self, f.name) * times for f in fields(self)))
+        narrow = {width: counts * times for width, counts in self.narrow.items()}
+        return replace(Counts(*(getattr(self, kind) * times for kind in KINDS)), narrow=narrow)
+
+    def of(self, width: str) -> Counts:
+        """The same operations, all of this width; bytes have none."""
+        own = replace(self, bytes=0, narrow={})
+        return replace(self, narrow={} if width == "fp32" or own == Counts() else {width: own})
+
+    @property
+    def widths(self) -> dict[str, Counts]:
+        """The operations by width, fp32 first, without bytes."""
+        narrow = sum(self.narrow.values(), Counts())
+        wide = replace(self + narrow * -1, bytes=0, narrow={})
+        return ({"fp32": wide} if wide != Counts() else {}) | dict(self.narrow)
 
     def to_dict(self) -> dict[str, int]:
         """The numbers by kind."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-
-KINDS = tuple(f.name for f in fields(Counts))
+        return {kind: getattr(self, kind) for kind in KINDS}
 
 
 def mac(count: int = 1) -> Counts:

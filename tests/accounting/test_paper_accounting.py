@@ -133,7 +133,8 @@ def test_every_process_and_width():
     assert found["bf16-7nm-sram"] == pytest.approx(21 + 110 + 8 * 7.5)
     assert found["fp32-7nm-hbm"] == pytest.approx(131 + 380 + 8 * 250)
     assert found["fp32-45nm-dram"] == pytest.approx(370 + 900 + 8 * 1300)
-    assert energy_table("7nm") == energy_table("fp32-7nm")
-    assert energy_table("45nm-dram") == energy_table("fp32-45nm-dram")
+    assert energy_table("7nm").pj == energy_table("fp32-7nm").pj
+    assert energy_table("45nm-dram").pj == energy_table("fp32-45nm-dram").pj
+    assert (found["7nm"], found["45nm-dram"]) == (found["fp32-7nm"], found["fp32-45nm-dram"])
     for name in (name for name in found if "7nm" in name and name.replace("7nm", "45nm") in found):
         assert found[name] <= found[name.replace("7nm", "45nm")]

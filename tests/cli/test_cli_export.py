@@ -21,6 +21,13 @@ def test_a_converted_text_model_compared_on_texts(cli):
     assert session.run(["last_hidden_state"], inputs)[0].shape == (2, 5, 16)
 
 
+def test_a_byte_level_encoder_compared_on_texts(cli):
+    done = cli("export", "lra_text", "out.onnx", "--tokens", "64", "--data", "texts.txt", "--json")
+    assert done.status == 0, done.err
+    assert json.loads(done.out)["inputs"] == {"input_ids": ["batch", "tokens"]}
+    assert json.loads(done.out)["checked"] > 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

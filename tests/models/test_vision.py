@@ -333,6 +333,8 @@ def test_torchscript_by_tracing(variant, attention):
     model = small(variant, attention, config={"local": (3, 3)})
     with pytest.raises(RuntimeError, match=r"torch\.jit\.trace"):
         torch.jit.script(model)
+    with pytest.raises(RuntimeError, match=r"trace under torch\.no_grad"):
+        torch.jit.trace(model, images(64, 64))
     file = io.BytesIO()
     with torch.no_grad():
         torch.jit.save(torch.jit.trace(model, images(64, 64)), file)

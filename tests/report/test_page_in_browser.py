@@ -31,11 +31,18 @@ const wait = setInterval(() => {
   const differ = (i) => seen[i].map((value, j) => value !== seen[i - 1][j]);
   const found = { click: differ(1), key: differ(2), layer: differ(3), text: seen.map((x) => x.at(-1)) };
   found.wide = document.documentElement.scrollWidth > innerWidth;
-  const place = document.createElement("pre");
-  place.id = "found";
-  place.textContent = JSON.stringify(found);
-  document.body.append(place);
+  found.width = innerWidth;
+  parent.postMessage(found, "*");
 }, 20);
+</script>
+"""
+# Chromium's windows are at least 500 pixels wide; a frame is as narrow as we like.
+FRAME = """
+<iframe src="page.html" width="400" height="900" style="border: 0"></iframe>
+<pre id="found"></pre>
+<script>
+const found = document.getElementById("found");
+addEventListener("message", (event) => (found.textContent = JSON.stringify(event.data)));
 </script>
 """
 
@@ -57,18 +64,14 @@ def test_a_click_and_an_arrow_key_change_the_maps(tmp_path):
     page = tmp_path / "page.html"
     write_page(page, "Page", "Lead", runs, table_rows(runs), sample=sample, times=times)
     page.write_text(page.read_text().replace("</body>", TRY + "</body>"))
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--window-size=400,900",
-        "--enable-logging=stderr",
-    ]
+    frame = tmp_path / "frame.html"
+    frame.write_text(FRAME)
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--enable-logging=stderr"]
     options += ["--virtual-time-budget=100000", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    done = subprocess.run([BROWSER, *options, page.as_uri()], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([BROWSER, *options, frame.as_uri()], capture_output=True, text=True, timeout=120)
     logged = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert logged == []
-    place = re.search(r'<pre id="found">(.*?)</pre>', done.stdout)
+    place = re.search(r'<pre id="found">(.+?)</pre>', done.stdout)
     assert place, done.stdout[-2000:]
     found = json.loads(place[1])
     assert found["click"] == [True] * 4  # input, softmax, eco, words
@@ -76,4 +79,5 @@ def test_a_click_and_an_arrow_key_change_the_maps(tmp_path):
     assert found["layer"] == [False, True, True, True]
     assert "row 1, column 1" in found["text"][1]
     assert "row 1, column 2" in found["text"][2]
+    assert found["width"] == 400
     assert not found["wide"]

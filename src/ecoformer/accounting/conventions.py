@@ -11,6 +11,7 @@ Arithmetic; `RULES` lists every operator:
 - gather, index, embedding, scatter: one lookup an element moved (scatter_add, index_add: also one add);
 - attention (SDPA): products of queries and keys, their scaling (one mul a pair), softmax, weighted sum; a
   mask is one add a pair, one compare if it is bool. Masked and causal pairs count, whichever kernel runs.
+- integer attention counts as kernels compute it (`cpu_kernels.py`); packed signs are two compares each.
 
 Traffic in bytes: every tensor operand is read once and every output is written once, in its dtype.
 - A broadcast or overlapping view is read only where it has elements of its own.
@@ -18,6 +19,11 @@ Traffic in bytes: every tensor operand is read once and every output is written 
 - Zero-dimensional tensors are scalars in a register, and so are the statistics of a norm: free.
 - Views and metadata are free. Copies (clone, cat, pad, casts) and fills move bytes and do nothing else.
 - Attention is one fused operator: its scores never reach memory.
+- A layer of integers in fused kernels (`moved_by_kernels`): sums stay in registers, and nothing is copied.
+
+Width: operators compute in the widest dtype of their operands and result, floating point before integers;
+indices, masks and scalars do not decide. int64 counts as int32, fp64 as fp32, uint8 and bool as int8.
+Products of int8 are summed in int32.
 
 Operators without a rule are reported as uncounted, never skipped.
 """
@@ -27,13 +33,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ecoformer.accounting.cpu_kernels import integer_counts
 from ecoformer.operations import Counts, mac
 
 
@@ -56,6 +63,12 @@ class Operation:
         return int(self.args["self"].numel())
 
     @property
+    def width(self) -> str:
+        """What the operator computes in."""
+        operands = tensors([value for key, value in self.args.items() if key not in ("index", "indices")])
+        return width_of(*operands, self.outputs[0])
+
+    @property
     def in_place(self) -> bool:
         """Whether the operator writes to its operand `self`."""
         return self.args.get("self") is self.outputs[0]
@@ -76,7 +89,12 @@ def cost_of(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     bound = defaults | dict(zip(names, args, strict=False))
     bound |= {key: value for key, value in kwargs.items() if key != "out"}
     op = Operation(name, bound, tuple(tensors(out)))
-    return rule(op) + Counts(bytes=TRAFFIC.get(name, _all_operands)(op)) if op.outputs else Counts()
+    if not op.outputs:
+        return Counts()
+    counts = rule(op)
+    if not counts.narrow:  # the rule has not said otherwise
+        counts = counts.of(op.width)
+    return counts + Counts(bytes=TRAFFIC.get(name, _all_operands)(op))
 
 
 @cache
@@ -102,6 +120,17 @@ def tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors(item)
+
+
+_WIDTHS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.int16: "int16"}
+_WIDTHS |= dict.fromkeys((torch.int32, torch.int64), "int32")
+_WIDTHS |= dict.fromkeys((torch.int8, torch.uint8, torch.bool), "int8")
+
+
+def width_of(*operands: Tensor) -> str:
+    """The widest of these tensors, floating point before integers; scalars do not decide."""
+    dtypes = [x.dtype for x in operands if x.ndim] or [x.dtype for x in operands]
+    return _WIDTHS.get(reduce(torch.promote_types, dtypes), "fp32")
 
 
 def read(value: Any) -> int:
@@ -134,6 +163,22 @@ def _overwritten(op: Operation) -> int:
     return read(op.args.get("src")) + written(*op.outputs)
 
 
+def moved_by_kernels(func: OpOverload, operands: Any, out: Any) -> int:
+    """Bytes that one step of an integer layer moves where it is fused with its neighbours.
+
+    Only int8 numbers and codes reach memory: sums and what they are scaled to stay in registers.
+    """
+    name, outputs = name_of(func), list(tensors(out))
+    if name == "ecoformer.integer_attention":
+        return read(operands) + written(*outputs)
+    if name == "ecoformer.pack_signs":
+        return written(*outputs)
+    if name in _COPIES:
+        return 0
+    numbers = [x for x in tensors(operands) if x.dtype == torch.int8]
+    return read(numbers) + written(*(x for x in outputs if x.dtype == torch.int8))
+
+
 def _looked_up(op: Operation) -> int:
     """The table is read where it is looked up."""
     indices = next(op.args[key] for key in ("index", "indices") if key in op.args)
@@ -148,13 +193,13 @@ def _scattered(op: Operation) -> int:
     return base + sources + (moved if "add" in op.name else 0)
 
 
-def each(**kinds: int) -> Rule:
+def each(**kinds: Any) -> Rule:
     """A number of operations of each kind per output element."""
     one = Counts(**kinds)
     return lambda op: one * op.n
 
 
-def each_input(**kinds: int) -> Rule:
+def each_input(**kinds: Any) -> Rule:
     """A number of operations of each kind per input element."""
     one = Counts(**kinds)
     return lambda op: one * op.inputs
@@ -185,6 +230,18 @@ def _convolution(op: Operation) -> Counts:
     positions = op.args["input"].numel() if op.args["transposed"] else op.n
     bias = Counts() if op.args["bias"] is None else Counts(add=op.n)
     return mac(positions * math.prod(op.args["weight"].shape[1:])) + bias
+
+
+def _integer_products(terms: int) -> Counts:
+    """Of int8 numbers; sums have 32 bits."""
+    return Counts(mul=terms).of("int8") + Counts(add=terms).of("int32")
+
+
+def _integer_attention(op: Operation) -> Counts:
+    batch, heads, keys, channels = op.args["v"].shape
+    _, groups, levels = op.args["levels"].shape
+    weighted = op.args.get("exponent") is not None
+    return integer_counts(batch * heads, op.outputs[0].shape[2], keys, channels, groups, levels - 1, weighted)
 
 
 def _variance(op: Operation) -> Counts:
@@ -311,6 +368,9 @@ _ATTENTION = (
     "_scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable"
 )
 
+_COPIES = frozenset(_aten("clone copy cat constant_pad_nd", nothing))
+INTEGER_PRODUCTS = frozenset({"aten._int_mm", "ecoformer.integer_conv2d"})
+
 FREE = frozenset(
     _aten(
         "_unsafe_view as_strided empty empty_like empty_strided new_empty new_empty_strided scalar_tensor "
@@ -342,7 +402,7 @@ RULES: dict[str, Rule] = {
     **_aten("hardtanh", each(compare=2)),
     **_aten("max min amax amin argmax argmin any all nonzero", each_input(compare=1)),
     **_aten("sort topk", _sort),
-    **_aten(f"bitwise_and bitwise_or bitwise_xor bitwise_not {_SHIFTS}", each(shift=1)),
+    **_aten(f"bitwise_and bitwise_or bitwise_xor bitwise_not frexp {_SHIFTS}", each(shift=1)),
     **_aten(_LOOKUPS, each(lookup=1)),
     **_aten(_SCATTERS, _scatter),
     **_aten("_softmax", lambda op: softmax_counts(op.n)),
@@ -371,6 +431,10 @@ RULES: dict[str, Rule] = {
     **_aten("roll flip tril triu pixel_shuffle im2col unfold_copy", nothing),
     **_aten(_FILLS, nothing),
     **_aten(_ATTENTION, _attention),
+    **_aten("_int_mm", lambda op: _integer_products(op.n * op.args["self"].shape[-1])),
+    "ecoformer.integer_conv2d": lambda op: _integer_products(op.n * op.args["weight"][0].numel()),
+    "ecoformer.integer_attention": _integer_attention,
+    "ecoformer.pack_signs": lambda op: Counts(compare=2 * next(tensors([*op.args.values()])).numel()),
 }
 """Arithmetic by operator."""
 

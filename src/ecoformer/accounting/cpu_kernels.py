@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ecoformer.attention import HashedAttention
-from ecoformer.backends.cpu.problem import STRETCH, digit_of, digits, padded
+from ecoformer.backends.cpu.problem import STRETCH, digit_of, padded
 from ecoformer.backends.fused import empty_out
 from ecoformer.hashing import Hasher, KernelHasher, LshHasher, SignHasher
 from ecoformer.hashing.kernel import MAX_BITS
@@ -133,14 +133,47 @@ def code_counts(layer: HashedAttention, batch: int, tokens: int) -> Counts:
     """Buckets of values, their folding, tables of sums, the read and the division."""
     dim, bits, heads = layer.head_dim, layer.hasher.bits, batch * layer.num_heads
     group = bits // layer.groups if layer.groups else 0
-    digit = digit_of(bits, dim, tokens, group or 1)
-    number, widths = digits(bits, digit), [min(digit, bits - start) for start in range(0, bits, digit)]
+    widths = _widths(bits, dim, tokens, group or 1)
     fold, table = _group_tables(widths, group, padded(dim)) if group else _bit_tables(widths, padded(dim))
+    each = _bucket(dim, widths) + _read(dim, widths) + Counts(mul=dim)
+    return each * (heads * tokens) + fold * (heads * -(-tokens // STRETCH)) + table * heads
 
-    bucket = Counts(lookup=dim, add=dim + 1) * number
-    added = 1 if number == 2 else number
-    read = Counts(lookup=dim) * number + Counts(add=dim + 1) * added + Counts(mul=dim)
-    return (bucket + read) * (heads * tokens) + fold * (heads * -(-tokens // STRETCH)) + table * heads
+
+def integer_counts(
+    heads: int, queries: int, keys: int, dim: int, groups: int, group: int, weighted: bool
+) -> Counts:
+    """Integer attention of `heads` heads in all samples, in int32, with the buckets and tables of the others.
+
+    Tables have a product for every distance and value of a group, queries one division, and outputs one
+    product of int16.
+    """
+    widths, wide = _widths(groups * group, dim, keys, group), padded(dim)
+    shifts, rounded = Counts(shift=dim if weighted else 0), Counts(shift=1, add=1)
+    numbers = groups * (wide + 1) << group
+    mix = Counts(mul=group + 1, add=group * (group + 1) // 2) * numbers
+    narrow = (Counts(compare=1) + rounded) * (groups * wide << group)
+    join = Counts(add=wide + 1) * sum(sum(_shared(width, group)[1:]) << group for width in widths)
+    divide = Counts(mul=1, compare=1, shift=3) + (rounded * 2 + Counts(compare=2)) * dim
+    table = _group_fold(widths, group, wide) + mix + narrow + join
+    tokens = (_bucket(dim, widths) + shifts) * keys + (_read(dim, widths) + divide) * queries
+    return (tokens + table).of("int32") * heads + Counts(mul=heads * queries * dim).of("int16")
+
+
+def _widths(bits: int, dim: int, keys: int, group: int) -> list[int]:
+    """Bits of each digit of a code."""
+    digit = digit_of(bits, dim, keys, group)
+    return [min(digit, bits - start) for start in range(0, bits, digit)]
+
+
+def _bucket(dim: int, widths: list[int]) -> Counts:
+    """A key's values into one bucket per digit."""
+    return Counts(lookup=dim, add=dim + 1) * len(widths)
+
+
+def _read(dim: int, widths: list[int]) -> Counts:
+    """A query's rows, one per digit; of two, the first is not added to anything."""
+    added = 1 if len(widths) == 2 else len(widths)
+    return Counts(lookup=dim) * len(widths) + Counts(add=dim + 1) * added
 
 
 def _bit_tables(widths: list[int], wide: int) -> tuple[Counts, Counts]:
@@ -155,12 +188,22 @@ def _bit_tables(widths: list[int], wide: int) -> tuple[Counts, Counts]:
 
 def _group_tables(widths: list[int], group: int, wide: int) -> tuple[Counts, Counts]:
     """Buckets to the sums of each group's values; these mixed, and joined to tables."""
-    row, values = Counts(add=wide + 1), 1 << group
-    fold = table = Counts()
+    values, table = 1 << group, Counts()
     for width in widths:
-        sizes = [1 << (i * group) for i in range(width // group)]  # rows that share a group's value
-        fold += row * sum((values if size == 1 else (2 * values - 1) * size) for size in sizes)
+        sizes = _shared(width, group)
         mix = Counts(mul=values * (wide + 1)) + mac(group * values * (wide + 1))
         join = Counts(mul=values * wide) + (mac(wide) + Counts(add=1)) * (values * sum(sizes[1:]))
         table += mix * len(sizes) + join
-    return fold, table
+    return _group_fold(widths, group, wide), table
+
+
+def _group_fold(widths: list[int], group: int, wide: int) -> Counts:
+    """Buckets to the sums of each group's values."""
+    values = 1 << group
+    sizes = [size for width in widths for size in _shared(width, group)]
+    return Counts(add=wide + 1) * sum(values if size == 1 else (2 * values - 1) * size for size in sizes)
+
+
+def _shared(width: int, group: int) -> list[int]:
+    """For each group in a digit, how many rows share a value of it."""
+    return [1 << (i * group) for i in range(width // group)]

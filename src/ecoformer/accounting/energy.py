@@ -14,11 +14,15 @@ from ecoformer.operations import KINDS, Counts
 
 @dataclass(frozen=True)
 class EnergyTable:
-    """Picojoules for each kind of operation, and for each byte that is moved."""
+    """Picojoules for each kind of operation, and for each byte that is moved.
+
+    `widths` has prices by width of the operands, such as "int8"; a width that is not in there pays `pj`.
+    """
 
     name: str
     pj: Mapping[str, float] = field(default_factory=dict)
     source: str = ""
+    widths: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         unknown = [kind for kind in self.pj if kind not in KINDS]
@@ -33,8 +37,13 @@ class EnergyTable:
                 raise ValueError(f"energy table {self.name!r}: {kind} must be a number >= 0, got {value!r}")
 
     def energy_pj(self, counts: Counts) -> float:
-        """Energy of these operations; kinds without a price are free."""
-        return float(sum(self.pj.get(kind, 0.0) * number for kind, number in counts.to_dict().items()))
+        """Energy of these operations, each at its width; kinds without a price are free."""
+        operations = sum(
+            self.widths.get(width, self.pj).get(kind, 0.0) * number
+            for width, part in counts.widths.items()
+            for kind, number in part.to_dict().items()
+        )
+        return float(operations + self.pj.get("bytes", 0.0) * counts.bytes)
 
 
 @dataclass(frozen=True)
@@ -78,47 +87,57 @@ PROCESSES = {
 }
 """By name."""
 
+_AT_MOST = {"int16": "int32", "bf16": "fp32"}
+"""Widths without published figures take those of wider ones."""
+
+
+def _tables() -> dict[str, EnergyTable]:
+    """All tables by name."""
+    found = {}
+    for process_name, process in PROCESSES.items():
+        for memory, byte in {"": None, **process.memory}.items():
+            moved = {} if byte is None else {"bytes": byte}
+            prices = {
+                width: {"mul": mul, "add": add, "shift": process.shift} | moved
+                for width, (mul, add) in process.operations.items()
+            }
+            name = "-".join(filter(None, (process_name, memory)))
+            bounds = {width: wider for width, wider in _AT_MOST.items() if width not in prices}
+            widths = prices | {width: prices[wider] for width, wider in bounds.items()}
+            note = "".join(f"; {width} at most as {wider}" for width, wider in bounds.items())
+            found[name] = EnergyTable(name, prices["fp32"], process.source + note, widths)
+            for width, pj in prices.items():
+                found[f"{width}-{name}"] = EnergyTable(f"{width}-{name}", pj, process.source)
+    return found
+
 
 def list_energy_tables() -> list[str]:
-    """Names that `energy_table` knows: WIDTH-PROCESS, where memory is free, and WIDTH-PROCESS-MEMORY."""
-    return [
-        "-".join(filter(None, (width, name, memory)))
-        for name, process in PROCESSES.items()
-        for memory in ("", *process.memory)
-        for width in process.operations
-    ]
-
-
-def _named(name: str) -> EnergyTable:
-    width, process, *memory = name.split("-")
-    found = PROCESSES[process]
-    mul, add = found.operations[width]
-    pj = {"mul": mul, "add": add, "shift": found.shift}
-    if memory:
-        pj["bytes"] = found.memory[memory[0]]
-    return EnergyTable(name, pj, found.source)
+    """Names that `energy_table` knows: PROCESS and PROCESS-MEMORY, alone and after WIDTH-."""
+    return list(_tables())
 
 
 def energy_table(table: str | PathLike[str] | Mapping[str, Any] | EnergyTable) -> EnergyTable:
     """A table by name, from a mapping such as {"mul": 3.7, "add": 0.9}, or from a JSON file with one.
 
-    A name is WIDTH-PROCESS[-MEMORY], such as "fp32-45nm" or "int8-7nm-dram". Without a width, it is fp32's;
-    without memory, moving bytes is free.
+    A name is [WIDTH-]PROCESS[-MEMORY], such as "45nm" or "int8-7nm-dram". With a width, all operations take
+    its prices; without one, each operation takes those of its own. Without memory, moving bytes is free.
     """
     if isinstance(table, EnergyTable):
         return table
     if isinstance(table, Mapping):
         return EnergyTable("custom", dict(table))
-    for name in (str(table), f"fp32-{table}"):
-        if name in list_energy_tables():
-            return _named(name)
+    named = _tables().get(str(table))
+    if named is not None:
+        return named
     path = Path(table)
     if not path.is_file():
         known = "; ".join(
             f"{'|'.join(process.operations)}-{name}[-{'|'.join(process.memory)}]"
             for name, process in PROCESSES.items()
         )
-        raise ValueError(f"energy must be one of {known}; or a JSON file, got {str(table)!r}")
+        raise ValueError(
+            f"energy must be one of {known}; the same without width; or a JSON file, got {str(table)!r}"
+        )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

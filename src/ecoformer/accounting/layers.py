@@ -20,6 +20,7 @@ from ecoformer.attention import Attention
 from ecoformer.attention.local import LocalBranch
 from ecoformer.conversion.layers import Found, find_layers
 from ecoformer.operations import Convolution, Operations, Product, mac, softmax_attention
+from ecoformer.quantization.layers import IntegerConv2d, IntegerLinear
 from ecoformer.running import NOT_TAKEN, not_taken
 
 Part = Literal["attention", "ffn", "other"]
@@ -107,11 +108,11 @@ def _operations(call: Call, found: Found | None, latest: Mapping[str, Call]) -> 
     module: Any = call.module
     if isinstance(module, Attention):
         return module.operations(call.inputs[0], call.inputs[-2])
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear | IntegerLinear):
         rows, parts = math.prod(call.inputs[:-1]), _FUSED.get(call.name.rpartition(".")[2], 1)
         parts = 1 if module.out_features % parts else parts
         return [Product(rows, module.in_features, module.out_features // parts, parts, right="weight")]
-    if isinstance(module, nn.Conv1d | nn.Conv2d):
+    if isinstance(module, nn.Conv1d | nn.Conv2d | IntegerConv2d):
         return _convolution(call, module)
     if isinstance(module, nn.LayerNorm):
         return [mac(2 * math.prod(call.inputs))]
@@ -119,20 +120,28 @@ def _operations(call: Call, found: Found | None, latest: Mapping[str, Call]) -> 
         return _local_branch(call, module)
     if type(module) is nn.MultiheadAttention:
         return _multihead(call, module)
-    if found is not None and found.source is not None:
+    if found is not None and (found.source is not None or _is_quantised(found)):
         return _foreign_attention(call, found, latest)
     return None
 
 
+def _is_quantised(found: Found) -> bool:
+    """Whether only the integer projections of another library's layer keep it from being converted."""
+    refuse = None if found.rule is None else found.rule.refuse
+    known = found.rule is not None and (refuse is None or refuse(found.layer) is None)
+    return known and any(isinstance(module, IntegerLinear) for module in found.layer.children())
+
+
 def _convolution(call: Call, module: Any) -> Operations:
-    axes = len(module.kernel_size)
+    outputs, inputs, *kernel = module.weight.shape
+    axes = len(kernel)
     convolution = Convolution(
-        math.prod(call.output) // module.out_channels // math.prod(call.output[-axes:]),
-        module.in_channels,
-        module.out_channels,
+        math.prod(call.output) // outputs // math.prod(call.output[-axes:]),
+        inputs * module.groups,
+        outputs,
         _pair(call.inputs[-axes:]),
         _pair(call.output[-axes:]),
-        _pair(module.kernel_size),
+        _pair(tuple(kernel)),
         _pair(module.stride),
         _pair(module.dilation),
         module.groups,
@@ -172,8 +181,8 @@ def _tokens(shape: Shape, layer: nn.MultiheadAttention) -> tuple[int, int, int]:
 
 def _foreign_attention(call: Call, found: Found, latest: Mapping[str, Call]) -> Operations:
     """Softmax attention of another library; its projections' inputs give the numbers of tokens."""
-    source: Any = found.source
-    heads, channels = source.num_heads, source.dim // source.num_heads
+    source: Any = found.source or found.layer
+    heads, channels = source.num_heads, call.output[-1] // source.num_heads
     prefix = f"{call.name}." if call.name else ""
     queries, keys = (
         next((latest[prefix + name].inputs for name in names if prefix + name in latest), call.inputs)

@@ -34,6 +34,13 @@ def short(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def by_width(counts: Counts) -> dict[str, dict[str, int]]:
+    """Numbers of operations by width, then by kind; those that are zero are left out."""
+    return {
+        width: {kind: n for kind, n in part.to_dict().items() if n} for width, part in counts.widths.items()
+    }
+
+
 def aligned(lines: list[list[str]]) -> list[str]:
     """Lines of a table as text: two columns of names on the left, figures aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -89,18 +96,26 @@ class Ledger:
     def summary(self) -> dict[str, Any]:
         """Totals, energy, attention's share of it, and the number of layers not counted."""
         energy = {"energy_pj": self.energy_pj, "attention_share": self.shares()["attention"]}
-        return self.total.to_dict() | energy | {"uncounted": len(self.uncounted)}
+        more = {"widths": by_width(self.total), "uncounted": len(self.uncounted)}
+        return self.total.to_dict() | energy | more
 
     def to_dict(self) -> dict[str, Any]:
-        """Totals, shares and layers."""
+        """Totals, shares and layers, each also by width of the operands."""
+        table = self.energy
         return {
             "model": self.model,
             "accounting": self.accounting,
             "backend": self.backend,
-            "energy": {"name": self.energy.name, "pj": dict(self.energy.pj), "source": self.energy.source},
+            "energy": {
+                "name": table.name,
+                "pj": dict(table.pj),
+                "widths": {width: dict(pj) for width, pj in table.widths.items()},
+                "source": table.source,
+            },
             "total": self.total.to_dict() | {"energy_pj": self.energy_pj},
+            "widths": by_width(self.total),
             "shares": self.shares(),
-            "layers": [self._flat(row) for row in self.rows],
+            "layers": [self._flat(row) | {"widths": by_width(row.counts)} for row in self.rows],
             "uncounted": list(self.uncounted),
             "refused": list(self.refused),
         }
@@ -128,7 +143,11 @@ class Ledger:
         how = f"{self.accounting} accounting" + (f", {self.backend} backend" if self.backend else "")
         counted = (f"{n:,} {kind}" for kind, n in total.to_dict().items() if n)
         shares = (f"{part} {share:.1%}" for part, share in self.shares().items())
-        foot = [f"in total: {', '.join(counted)}", f"energy ({self.energy.name}): {', '.join(shares)}"]
+        foot = [
+            f"in total: {', '.join(counted)}",
+            *self._widths(),
+            f"energy ({self.energy.name}): {', '.join(shares)}",
+        ]
         notes = (f"{what}: {', '.join(names)}" for what, names in self.notes())
         return "\n".join([f"{self.model}, {how}", *aligned(lines), *foot, *notes])
 
@@ -136,6 +155,17 @@ class Ledger:
         """Layers that are not counted, or not on the backend that was asked for."""
         found = (("not counted", self.uncounted), ("counted as eager", self.refused))
         return [(what, names) for what, names in found if names]
+
+    def _widths(self) -> list[str]:
+        """How products and sums divide by width, where they have several."""
+        found = {width: part for width, part in self.total.widths.items() if part.mul or part.add}
+        lines = []
+        for kind in ("mul", "add") if len(found) > 1 else ():
+            numbers = {width: getattr(part, kind) / 1e6 for width, part in found.items()}
+            lines.append(
+                f"{kind} (M): " + ", ".join(f"{width} {short(n)}" for width, n in numbers.items() if n)
+            )
+        return lines
 
     def _flat(self, row: Row) -> dict[str, Any]:
         own = {"name": row.name, "kind": row.kind, "part": row.part}

@@ -19,6 +19,7 @@ from ecoformer.running import eval_mode, run_on_meta, without_fast_path
 Shape = tuple[int, ...]
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "convolution"}
+_PRODUCTS |= {"_int_mm", "integer_conv2d"}
 _ATTENTION = "scaled_dot_product"
 _SUMS_AND_COPIES = {"add", "add_", "sub", "rsub", "cat", "stack", "clone", "copy_", "_to_copy", "repeat"}
 _SUMS_AND_COPIES |= {"where", "masked_fill", "index", "index_select", "gather", "embedding"}

@@ -225,7 +225,8 @@ class Attention(Described, SharesTokens, nn.Module):
             raise ValueError(f"x must be (B, N, {self.dim}), got {shape(x)}")
         if not x.is_floating_point() or x.shape[1] < 1:
             raise ValueError(f"x must be floating point with N >= 1 tokens, got {x.dtype} {shape(x)}")
-        weight = getattr(self.qk if self.shared_qk else self.qkv, "weight", x)
+        projection = getattr(self, "qk" if self.shared_qk else "qkv", None)
+        weight = getattr(projection, "weight", x)
         if x.dtype != weight.dtype and weight.is_floating_point() and not is_autocast_enabled(x.device.type):
             raise ValueError(
                 f"x is {x.dtype}, but the weights of {self.name} are {weight.dtype}: pass "

@@ -21,7 +21,7 @@ from ecoformer.operations import Counts, Operations, Product, mac
 from ecoformer.randomness import seeded
 
 LARGEST_EXPONENT = 12
-_EXPONENT_GAIN = 4
+KEY_WEIGHT_GAIN = 4
 """The exponent's linear map is scaled by this, so that it learns faster than the other layers.
 
 With 1, ListOps did not start to learn in 2,500 steps; with 16, recall got worse.
@@ -69,7 +69,7 @@ class KeyWeights(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Tokens (B, N, dim) to weights (B, H, N) in the dtype of projections, where they are exact."""
         projected = self.exponent(rows(x)).view(*x.shape[:2], self.exponent.out_features).transpose(1, 2)
-        scale = _EXPONENT_GAIN / LARGEST_EXPONENT
+        scale = KEY_WEIGHT_GAIN / LARGEST_EXPONENT
         exponent = LARGEST_EXPONENT * torch.tanh(_wide(projected) * scale)
         rounded = exponent + (exponent.round() - exponent).detach()
         return power_of_two(rounded).to(projected.dtype)

@@ -82,6 +82,12 @@ def sign_ste(x: Tensor, surrogate: Surrogate = "hardtanh", zero: float = 1.0) ->
         codes = torch.where(x > 0, 1.0, torch.where(x < 0, -1.0, torch.where(x == 0, zero, x))).to(x.dtype)
     if not x.requires_grad and not transforming():
         return codes
+    if not torch.compiler.is_compiling() and torch._C._is_tracing():
+        # Its own check would fail less clearly: that compares the graph with one recorded without gradients.
+        raise RuntimeError(
+            "torch.jit.trace records hashed attention for inference only: trace under torch.no_grad(), "
+            "or use torch.export"
+        )
     if surrogate == "sigmoid":
         smooth = 2 * torch.sigmoid(x) - 1
     else:

@@ -33,7 +33,7 @@ def integer_levels(scale: Tensor, ratio: Tensor, size: int) -> Tensor:
     distances = torch.arange(size + 1, device=scale.device)
     relative = scale.double() / scale.double().amax(dim=-1, keepdim=True)
     powers = torch.pow(ratio.double().unsqueeze(-1), distances)
-    return (relative.unsqueeze(-1) * powers * (1 << LEVEL_BITS)).round().to(torch.int32)
+    return (relative.unsqueeze(-1) * powers * float(1 << LEVEL_BITS)).round().to(torch.int32)
 
 
 def integer_multiplier(factor: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def integer_multiplier(factor: Tensor) -> Tensor:
     whole = (mantissa * 2**15).round().to(torch.int32)
     over = whole == 2**15
     whole, exponent = torch.where(over, 2**14, whole), 15 - exponent - over.int()
-    if bool(((exponent < 0) | (exponent > 22)).any()):
+    if not factor.is_meta and bool(((exponent < 0) | (exponent > 22)).any()):
         raise ValueError(f"factors must be between 2^-8 and 2^14, got {factor.tolist()}")
     return torch.stack([whole, exponent.to(torch.int32)], dim=-1)
 
@@ -98,8 +98,9 @@ def _check(name: str, x: Tensor, dtype: torch.dtype, sizes: tuple[int, ...], ndi
 
 
 def _traced(*tensors: Tensor | None) -> bool:
-    """Whether an operator is to stand in a graph; a direct call costs less."""
-    return torch.compiler.is_compiling() or any(type(x) not in _PLAIN for x in tensors)
+    """Whether an operator is to stand in a graph or to be counted; a direct call costs less."""
+    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return watched or any(type(x) not in _PLAIN for x in tensors)
 
 
 _PLAIN = (Tensor, Parameter, NoneType)

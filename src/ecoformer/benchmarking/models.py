@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ecoformer.attention import SoftmaxAttention
+from ecoformer.attention import Attention, SoftmaxAttention
 from ecoformer.benchmarking.contestants import (
     Contestant,
     ExplicitAttention,
@@ -53,6 +53,8 @@ def bench_models(
 ) -> Run:
     """Time copies of `model`, converted to each mechanism; softmax by SDPA is always among them.
 
+    A model whose attention holds only codes cannot be converted, and is timed as it is.
+
     Args:
         model: any model that `ecoformer.convert` knows; it stays unchanged.
         mechanisms: registered names, "native" for the model as it is, and "explicit" for softmax with its
@@ -62,7 +64,11 @@ def bench_models(
         bench: how to measure.
     """
     contestants: list[Contestant] = []
-    for name in dict.fromkeys(("softmax", *mechanisms)):
+    names = dict.fromkeys(("softmax", *mechanisms))
+    if any(isinstance(module, Attention) and module.projects_to_codes for module in model.modules()):
+        names = dict.fromkeys(["native"])
+        bench.run.notes.append("its attention holds only codes, not queries and keys: timed as it is")
+    for name in names:
         bench.progress(f"converting to {name}")
         contestants += _contestants(model, name, load, bench.device)
     for batch in batches:

@@ -1,8 +1,8 @@
 """A model as a small description that JSON can hold, and a model from its description.
 
-A description has four parts: "model" (library, name, arguments), "conversions" (what `convert` did),
-"attention" (classes and plain attributes of our own modules) and "modules" (the same for all modules, if no
-library builds the model).
+A description has five parts: "model" (library, name, arguments), "conversions" (what `convert` did),
+"quantized" (the layers that `quantize` gave int8 numbers), "attention" (classes and plain attributes of our
+own modules) and "modules" (the same for all modules, if no library builds the model).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 from ecoformer.conversion.convert import RECORD, reapply
 from ecoformer.conversion.rules import known_modules
+from ecoformer.quantization.quantize import integer_layers, requantize
 from ecoformer.storage import CheckpointError
 from ecoformer.third_party import import_library, import_timm
 
@@ -64,6 +65,7 @@ def describe(
         "model": built or {"library": None, "name": type(model).__name__},
         "modules": {} if built else structure(model),
         "conversions": records,
+        "quantized": integer_layers(model),
         "attention": structure(model, ours_only=True),
     }
 
@@ -117,6 +119,8 @@ def check_description(description: dict[str, Any], source: str) -> None:
     sound = isinstance(records, list) and all(
         isinstance(record, dict) and isinstance(record.get("layers"), dict) for record in records
     )
+    layers = description.get("quantized", [])
+    sound = sound and isinstance(layers, list) and all(isinstance(name, str) for name in layers)
     parts = (built.get("arguments", {}), built.get("config", {}), built.get("images", {}))
     if not sound or not all(isinstance(part, dict) for part in (*parts, description.get("attention"))):
         raise CheckpointError(f"{source} is damaged: its description is not what ecoformer.save writes")
@@ -155,9 +159,11 @@ def rebuild(description: dict[str, Any]) -> nn.Module:
 
 
 def prepare(model: nn.Module, description: dict[str, Any]) -> nn.Module:
-    """Convert a bare model as the described one was."""
+    """Convert and quantise a bare model as the described one was."""
     for record in description["conversions"]:
         reapply(model, record["mechanism"], record["layers"])
+    if description.get("quantized"):
+        requantize(model, description["quantized"])
     return model
 
 

@@ -25,6 +25,7 @@ from ecoformer.checkpoints.describe import (
 )
 from ecoformer.checkpoints.limits import Held, build_within, check_numbers, within
 from ecoformer.conversion.convert import RECORD, unwrapped
+from ecoformer.quantization import integer_layers
 from ecoformer.storage import CheckpointError
 
 
@@ -114,6 +115,8 @@ def load(
     rehearsal = _on_meta(model)
     bare = not structure(model, ours_only=True)
     steps = description if bare else description | {"conversions": []}
+    if integer_layers(model):
+        steps = steps | {"quantized": []}
     with (
         _blaming(f"{source} does not fit {type(model).__name__}"),
         torch.device("meta"),

@@ -16,6 +16,7 @@ from ecoformer.cli.export import export
 from ecoformer.cli.figure import figure
 from ecoformer.cli.info import info
 from ecoformer.cli.plan import plan
+from ecoformer.cli.quantize import quantize
 from ecoformer.cli.report import demo, report
 from ecoformer.cli.simulate import simulate
 from ecoformer.cli.tables import tables
@@ -37,6 +38,7 @@ app.command("eval")(evaluate)
 app.command()(export)
 app.command()(info)
 app.command()(plan)
+app.command()(quantize)
 app.command()(train)
 app.command()(report)
 app.command()(tables)

@@ -39,7 +39,7 @@ def export(
 ) -> None:
     """Write a model as ONNX, and compare it with PyTorch in ONNX Runtime.
 
-    Batch, image size and text length are open where the model permits it.
+    Batch, image size and text length are dynamic if the model permits it.
 
     Example: `ecoformer export sharp_b0.safetensors sharp_b0.onnx --data photos/`
     """

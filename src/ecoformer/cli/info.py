@@ -19,6 +19,7 @@ from ecoformer.benchmarking.results import Row
 from ecoformer.cli.common import MODEL_HELP, AsJson, print_json, print_table, say
 from ecoformer.cli.sources import open_model
 from ecoformer.conversion.layers import Found, find_layers
+from ecoformer.quantization import IntegerAttention, integer_layers
 
 PACKAGES = ("torch", "timm", "torchvision", "transformers", "safetensors", "accelerate", "triton", "numba")
 
@@ -107,11 +108,14 @@ def backends() -> dict[str, str]:
 
 def describe(model: nn.Module) -> dict[str, Any]:
     """The size of a model and its attention layers, one dictionary each."""
-    return {
+    integers = integer_layers(model)
+    weights = sum(x.numel() for x in model.buffers() if x.dtype == torch.int8) if integers else 0
+    facts = {
         "class": type(model).__name__,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(p.numel() for p in model.parameters()) + weights,
         "layers": [_layer(found) for found in find_layers(model)],
     }
+    return facts | ({"int8 layers": len(integers), "int8 weights": weights} if integers else {})
 
 
 def _layer(found: Found) -> dict[str, Any]:
@@ -124,6 +128,8 @@ def _layer(found: Found) -> dict[str, Any]:
         facts |= {"bits": hasher.bits, "fitted": bool(hasher.fitted)}
     if groups is not None:
         facts["groups"] = groups
+    if isinstance(found.inner, IntegerAttention):
+        facts["attention"] = f"{found.inner.name}, int8"
     if isinstance(local, nn.Module) and hasattr(local, "size"):
         facts["local"] = local.size
     if found.refusal is not None and not found.ours:
@@ -138,7 +144,8 @@ def _show_machine(facts: dict[str, Any]) -> None:
 
 
 def _show_model(facts: dict[str, Any]) -> None:
-    say(f"{facts['model']}: {facts['class']}, {facts['parameters']:,} parameters\n")
+    integers = f", {facts['int8 weights']:,} of them int8" if "int8 layers" in facts else ""
+    say(f"{facts['model']}: {facts['class']}, {facts['parameters']:,} parameters{integers}\n")
     columns = {"layer": "name", "attention": "attention", "channels": "dim", "heads": "heads"}
     rows = []
     for layer in facts["layers"]:

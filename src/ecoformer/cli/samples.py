@@ -12,6 +12,7 @@ import torch
 from ecoformer.arguments import one_line
 from ecoformer.cli.sources import Source, longest_text
 from ecoformer.data.files import IMAGE_ENDINGS, find_files, read_image
+from ecoformer.data.texts import byte_tokens
 
 
 def check_target(target: Path, force: bool) -> None:
@@ -45,13 +46,18 @@ class Samples:
         """An image, or the longest text."""
         return self._make([self.items[0] if self.path.is_dir() else max(self.items, key=len)])
 
+    def _reads_bytes(self) -> bool:
+        from ecoformer.models.text import TextEncoder
+
+        return isinstance(self.source.model, TextEncoder)
+
     def _texts(self) -> list[str]:
-        if self.source.tokenizer is None:
+        if self.source.tokenizer is None and not self._reads_bytes():
             remedy = "pass a folder of images"
             if not hasattr(self.source.model, "pretrained_cfg"):
                 remedy = (
-                    "convert a transformers folder that includes the tokeniser "
-                    "(tokenizer.save_pretrained), or use ecoformer.transfer in Python"
+                    "pass a transformers folder that includes the tokeniser (tokenizer.save_pretrained), "
+                    "or call ecoformer in Python"
                 )
             raise ValueError(f"--data {self.path}: {self.source.what} has no tokeniser for texts: {remedy}")
         try:
@@ -85,6 +91,8 @@ class Samples:
         if self.path.is_dir():
             return torch.stack([self._image(file) for file in items])
         most = min(512, longest_text(self.source.model))
+        if self._reads_bytes():
+            return byte_tokens(items, min(most, max(len(text.encode()) for text in items)))
         tokenizer: Any = self.source.tokenizer
         texts = tokenizer(items, padding=True, truncation=True, max_length=most, return_tensors="pt")
         return dict(texts)

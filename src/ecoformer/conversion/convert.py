@@ -181,7 +181,7 @@ def _replace(
         left_behind = tuple(name for name in f.left_behind if name not in kept)
         replaced.append(ReplacedLayer(f.name, f.kind, attention.dim, attention.num_heads, left_behind))
     for f, layer in zip(chosen, new, strict=True):
-        _put(model, f.layer, layer)
+        put(model, f.layer, layer)
         if isinstance(layer, Adapter) and layer.image is not None:
             layer.image.follow()
     if (timm := sys.modules.get("timm.models")) is not None:
@@ -304,7 +304,7 @@ def _image(
     return image
 
 
-def _put(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+def put(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Several modules may share the old layer; all of them get the new one."""
     for owner in list(model.modules()):
         if isinstance(owner, nn.TransformerEncoder) and old in owner.modules():

@@ -99,7 +99,7 @@ def _examine(name: str, module: nn.Module) -> Found | None:
         rule, ours = (module.rule, module.attention) if isinstance(module, Adapter) else (None, module)
         try:
             return Found(name, module, rule, projections_of(ours))
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # such as integer projections
             return Found(name, module, rule, refusal=str(error))
     rule = rule_for(module)
     if rule is not None:

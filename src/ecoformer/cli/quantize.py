@@ -1,0 +1,72 @@
+"""`ecoformer quantize`: writes a model that computes in int8."""
+
+from __future__ import annotations
+
+import copy
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ecoformer.checkpoints import save
+from ecoformer.cli import common
+from ecoformer.cli.samples import Samples, check_target
+from ecoformer.cli.sources import open_model
+from ecoformer.conversion import distill
+from ecoformer.quantization import fake_quantized
+from ecoformer.quantization import quantize as quantize_model
+
+
+def quantize(
+    source: Annotated[str, typer.Argument(metavar="MODEL", help=common.MODEL_HELP)],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The safetensors file to write.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="What to find ranges by: a folder of images, or a file of texts by line."),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Images or texts to find ranges by.", min=1)] = 128,
+    max_error: Annotated[
+        float, typer.Option(help="Layers with a larger error stay in floating point.", min=0)
+    ] = 0.1,
+    teach: Annotated[
+        bool, typer.Option("--teach", help="First train the model with --data to do in int8 what it does.")
+    ] = False,
+    steps: Annotated[int, typer.Option(help="Steps of --teach.", min=1)] = 200,
+    batch: Annotated[int, typer.Option(help="Images or texts of a step.", min=1)] = 32,
+    seed: Annotated[int, typer.Option(help="Seed of the order of the data.")] = 0,
+    pretrained: common.Pretrained = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite OUT.")] = False,
+    as_json: common.AsJson = False,
+) -> None:
+    """Give a trained model int8 numbers, and write it to a file that `ecoformer.load` reads.
+
+    Linear layers, convolutions and `sharp_eco` attention compute in whole numbers. `ecoformer export` turns
+    the file into ONNX.
+
+    Example: `ecoformer quantize sharp_b0.safetensors int8_b0.safetensors --data photos/`
+    """
+    check_target(target, force)
+    if data is None:
+        raise ValueError("--data is missing: ranges are found by a folder of images or a file of texts")
+    if not data.exists():
+        raise FileNotFoundError(f"--data: no such folder or file: {data}")
+    with common.progress(as_json) as progress:
+        progress(f"opening {source}")
+        opened = open_model(source, pretrained=pretrained, needs_weights=True)
+    model, loader, show = opened.model, Samples(opened, data, batch, seed), not as_json
+    batches = list(islice(loader, -(-samples // batch)))
+    facts: dict[str, Any] = {"source": opened.what}
+    lines = [f"note: {note}" for note in opened.notes]
+    if teach:
+        teacher = copy.deepcopy(model)
+        with fake_quantized(model, batches):
+            learned = distill(model, teacher, loader, steps=steps, lr=3e-5, progress=show)
+        facts["distillation"] = [learned.outputs[0], learned.outputs[-1]]
+        lines.append(f"distillation: {learned}")
+    report = quantize_model(model, batches, max_error=max_error, progress=show)
+    written = save(model, target)
+    if as_json:
+        common.print_json(facts | report.to_dict() | {"written": str(written)})
+    else:
+        common.say("\n".join([*lines, str(report), f"wrote {written}"]))

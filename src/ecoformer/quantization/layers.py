@@ -1,0 +1,425 @@
+"""Layers that compute in whole numbers: int8 weights and inputs, int32 sums.
+
+Numbers become int8 by a grid: x is about scale * (n - zero) with n from -128 to 127. Weights have a scale for
+each output channel and no zero. In exported graphs the same layers are pairs of QuantizeLinear and
+DequantizeLinear around standard operators (QDQ), which runtimes fuse to their integer kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import Self
+
+from ecoformer.attention.eco import KEY_WEIGHT_GAIN, LARGEST_EXPONENT, HashedAttention, SharpEcoAttention
+from ecoformer.backends.exported import attention as exported_attention
+from ecoformer.backends.exported import exporting, power_of_two
+from ecoformer.backends.fused import FusedCall, Signs
+from ecoformer.backends.integer import (
+    LARGEST,
+    LEVEL_BITS,
+    integer_attention,
+    integer_levels,
+    integer_multiplier,
+    pack_signs,
+)
+from ecoformer.hashing import SignHasher
+from ecoformer.operations import Operations, Product
+
+LOWEST, HIGHEST = -128, 127
+
+
+class Grid(NamedTuple):
+    """How numbers become int8."""
+
+    scale: float
+    zero: int = 0
+
+
+def quantized(x: Tensor, scale: Tensor, zero: Tensor | int = 0) -> Tensor:
+    """The int8 numbers nearest to x."""
+    return (torch.round(x / scale) + zero).clamp(LOWEST, HIGHEST).to(torch.int8)
+
+
+def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 weights (out, ...) and a scale for each output channel; a channel of zeros has scale 1."""
+    top = weight.detach().float().flatten(1).abs().amax(dim=1)
+    scale = torch.where(top == 0, 1.0, top / LARGEST)
+    rows = scale.view(-1, *[1] * (weight.ndim - 1))
+    return quantized(weight.detach().float(), rows), scale
+
+
+def dequantized(x: Tensor, grid: Grid) -> Tensor:
+    """x by way of int8, for an exported graph; as uint8, for which runtimes have the fastest kernels."""
+    decomposed = _decomposed()
+    numbers = (grid.scale, grid.zero - LOWEST, 0, HIGHEST - LOWEST, torch.uint8)
+    found: Tensor = decomposed.dequantize_per_tensor(decomposed.quantize_per_tensor(x, *numbers), *numbers)
+    return found
+
+
+def _decomposed() -> Any:
+    """PyTorch's own operators for quantisation in graphs, which its exporter must know before it starts."""
+    import torch.ao.quantization.fx._decomposed
+
+    return torch.ops.quantized_decomposed
+
+
+@torch.library.custom_op("ecoformer::integer_conv2d", mutates_args=())
+def integer_conv2d(x: Tensor, weight: Tensor, stride: list[int], dilation: list[int], groups: int) -> Tensor:
+    """int32 sums of a convolution of int8 numbers without padding.
+
+    PyTorch has no such convolution, so floating point computes it: exactly, as long as sums fit.
+    """
+    fits = weight[0].numel() * 128 * 128 < 1 << 24
+    dtype = torch.float32 if fits else torch.float64
+    out = F.conv2d(x.to(dtype), weight.to(dtype), stride=stride, dilation=dilation, groups=groups)
+    return out.to(torch.int32)
+
+
+@integer_conv2d.register_fake
+def _(x: Tensor, weight: Tensor, stride: list[int], dilation: list[int], groups: int) -> Tensor:
+    return F.conv2d(x, weight, stride=stride, dilation=dilation, groups=groups).to(torch.int32)
+
+
+class _HasGrids(nn.Module):
+    """Grids as buffers, and as plain numbers for exported graphs, in which buffers have no values."""
+
+    _grids: dict[str, Grid]
+
+    def _add_grid(self, name: str, device: torch.device | None) -> None:
+        self.register_buffer(f"{name}_scale", torch.ones((), device=device))
+        self.register_buffer(f"{name}_zero", torch.zeros((), dtype=torch.int32, device=device))
+        self._grids = {**self.__dict__.get("_grids", {}), name: Grid(1.0)}
+
+    def set_grid(self, name: str, grid: Grid) -> None:
+        """Where numbers of this name lie."""
+        getattr(self, f"{name}_scale").fill_(grid.scale)
+        getattr(self, f"{name}_zero").fill_(grid.zero)
+        self._remember()
+
+    def _remember(self) -> None:
+        for name in self._grids:
+            scale, zero = getattr(self, f"{name}_scale"), getattr(self, f"{name}_zero")
+            if not scale.is_meta:
+                self._grids[name] = Grid(float(scale), int(zero))
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._remember()
+
+
+class _Integer(_HasGrids):
+    """int8 weights with a scale each, biases in units of the sums, and the grid of the input."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor
+    input_scale: Tensor
+    input_zero: Tensor
+
+    def _hold(self, size: tuple[int, ...], device: torch.device | None) -> None:
+        _decomposed()
+        new: Any = {"device": device}
+        self.register_buffer("weight", torch.zeros(size, dtype=torch.int8, **new))
+        self.register_buffer("scale", torch.ones(size[0], **new))
+        self.register_buffer("bias", torch.zeros(size[0], dtype=torch.int32, **new))
+        self._add_grid("input", device)
+
+    def fill(self, weight: Tensor, bias: Tensor | None, grid: Grid) -> None:
+        """Take over a layer's weights, for inputs on this grid."""
+        numbers, scale = quantized_weight(weight)
+        self.weight.copy_(numbers)
+        self.scale.copy_(scale)
+        self.set_grid("input", grid)
+        offset = -grid.zero * self.weight.flatten(1).sum(dim=1, dtype=torch.int64)
+        if bias is not None:
+            steps = bias.detach().double() / (self.scale.double() * grid.scale)
+            offset = offset + steps.round().long()
+        self.bias.copy_(offset.clamp(-(1 << 31), (1 << 31) - 1))
+
+    @property
+    def steps(self) -> Tensor:
+        """What one unit of the sums stands for, by output channel."""
+        return self.scale * self.input_scale
+
+    def _float_weight(self) -> Tensor:
+        """The weights in an exported graph."""
+        zeros = torch.zeros_like(self.scale, dtype=torch.int8)
+        found: Tensor = _decomposed().dequantize_per_channel(
+            self.weight, self.scale, zeros, 0, -LARGEST, LARGEST, torch.int8
+        )
+        return found
+
+    def _float_bias(self) -> Tensor:
+        """The bias in an exported graph, where the input's zero is subtracted."""
+        offset = self.input_zero * self.weight.flatten(1).sum(dim=1, dtype=torch.int32)
+        return (self.bias + offset).float() * self.steps
+
+
+class IntegerLinear(_Integer):
+    """A linear layer on int8 numbers; what comes out is floating point again."""
+
+    def __init__(self, in_features: int, out_features: int, device: Any = None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self._hold((out_features, in_features), device)
+
+    @classmethod
+    def like(cls, layer: nn.Linear) -> Self:
+        """A layer of the same sizes."""
+        return cls(layer.in_features, layer.out_features, layer.weight.device)
+
+    def quantized(self, x: Tensor) -> Tensor:
+        """int8 numbers (rows, in_features) of an input."""
+        return quantized(x, self.input_scale, self.input_zero).flatten(0, -2)
+
+    def sums(self, numbers: Tensor) -> Tensor:
+        """int32 sums (rows, out_features) of int8 numbers (rows, in_features)."""
+        return integer_product(numbers, self.weight) + self.bias
+
+    def of_numbers(self, numbers: Tensor) -> Tensor:
+        """The output for int8 numbers (rows, in_features)."""
+        return self.sums(numbers) * self.steps
+
+    def exported(self, x: Tensor) -> Tensor:
+        """The same for an exported graph."""
+        return dequantized(x, self._grids["input"]) @ self._float_weight().t() + self._float_bias()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `nn.Linear`."""
+        if exporting():
+            return self.exported(x)
+        out = self.of_numbers(self.quantized(x))
+        return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def integer_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight^T of int8 matrices as int32."""
+    if x.device.type in ("cpu", "meta"):
+        return torch._int_mm(x, weight.t())
+    return (x.double() @ weight.t().double()).to(torch.int32)  # exact; CUDA's _int_mm takes some sizes only
+
+
+class IntegerConv2d(_Integer):
+    """A convolution of int8 numbers; its output lies on a grid of int8 too."""
+
+    output_scale: Tensor
+    output_zero: Tensor
+
+    def __init__(
+        self,
+        size: tuple[int, ...],
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        groups: int,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        self.size, self.groups = tuple(size), groups
+        self.stride, self.padding, self.dilation = tuple(stride), tuple(padding), tuple(dilation)
+        self._hold(self.size, device)
+        self._add_grid("output", device)
+
+    @classmethod
+    def like(cls, layer: nn.Conv2d) -> Self:
+        """A layer of the same sizes."""
+        weight = layer.weight
+        return cls(
+            weight.shape, layer.stride, layer.padding, layer.dilation, layer.groups, device=weight.device
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `nn.Conv2d`."""
+        vertical, horizontal = self.padding
+        settings: Any = {"stride": self.stride, "dilation": self.dilation, "groups": self.groups}
+        if exporting():
+            weight, bias = self._float_weight(), self._float_bias()
+            x = dequantized(x, self._grids["input"])
+            out = F.conv2d(x, weight, bias, padding=self.padding, **settings)
+            return dequantized(out, self._grids["output"])
+        numbers = quantized(x, self.input_scale, self.input_zero)
+        if vertical or horizontal:
+            around = numbers.new_zeros(()) + self.input_zero.to(torch.int8)
+            numbers = _padded(numbers, vertical, horizontal, around)
+        sums = integer_conv2d(numbers, self.weight, list(self.stride), list(self.dilation), self.groups)
+        sums = sums + self.bias.view(-1, 1, 1)
+        requantized = quantized(sums * self.steps.view(-1, 1, 1), self.output_scale, self.output_zero)
+        return ((requantized.float() - self.output_zero) * self.output_scale).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"size={self.size}, stride={self.stride}, padding={self.padding}, groups={self.groups}"
+
+
+def _padded(x: Tensor, vertical: int, horizontal: int, value: Tensor) -> Tensor:
+    """Images with a border of one value, which is a tensor."""
+    batch, channels, height, width = x.shape
+    size = (batch, channels, height + 2 * vertical, width + 2 * horizontal)
+    out = value.expand(size).clone()
+    out[:, :, vertical : vertical + height, horizontal : horizontal + width] = x
+    return out
+
+
+class IntegerAttention(_HasGrids, HashedAttention):
+    """`sharp_eco` in whole numbers: see `backends/integer.py` for the attention itself.
+
+    One product gives the sums of codes, exponents and values. Codes are the signs of theirs. The exponent of
+    a key's weight is found by comparing its sum with the 24 numbers where it changes. Values become int8 with
+    a scale for each head, and outputs with one for all.
+    """
+
+    name = "sharp_eco"
+    projects_to_codes = True
+    thresholds: Tensor
+    levels: Tensor
+    multiplier: Tensor
+    value_scale: Tensor
+    output_scale: Tensor
+
+    def __init__(self, layer: SharpEcoAttention) -> None:
+        nn.Module.__init__(self)
+        self.dim, self.num_heads, self.head_dim = layer.dim, layer.num_heads, layer.head_dim
+        self.groups, self.separate, self.bits = layer.groups, layer.separate, layer.hasher.bits
+        self.bias, self.attn_drop, self.local, self.affinity = "paper", 0.0, None, None
+        self.hasher = SignHasher(layer.num_heads, self.bits)
+        self.weighted = layer.key_weights is not None
+        self.key_weights: Any = self.weighted or None  # for `operations`
+        device, heads, groups = layer.v.weight.device, layer.num_heads, layer.groups or 1
+        codes = heads * self.bits * (2 if layer.separate else 1)
+        self.parts = [codes, heads if self.weighted else 0, layer.dim]
+        self.projection = IntegerLinear(layer.dim, sum(self.parts), device)
+        self.proj: Any = nn.Identity()
+        if isinstance(layer.proj, (nn.Linear, IntegerLinear)):
+            self.proj = IntegerLinear(layer.dim, layer.dim, device)
+        new: Any = {"device": device}
+        self.register_buffer("thresholds", torch.zeros(self.parts[1], 24, dtype=torch.int32, **new))
+        size = (heads, groups, self.bits // groups + 1)
+        self.register_buffer("levels", torch.zeros(size, dtype=torch.int32, **new))
+        self.register_buffer("multiplier", torch.zeros(heads, 2, dtype=torch.int32, **new))
+        self.register_buffer("value_scale", torch.ones(heads, **new))
+        self._add_grid("output", device)
+
+    @classmethod
+    def like(cls, layer: SharpEcoAttention) -> Self:
+        """A layer of the same sizes."""
+        return cls(layer)
+
+    @torch.no_grad()
+    def fill_from(self, layer: SharpEcoAttention, grid: Grid, values: Tensor, output: float) -> None:
+        """Take over a layer's weights.
+
+        Args:
+            layer: the layer.
+            grid: of the input.
+            values: the largest value (H,) of each head.
+            output: the largest output.
+        """
+        exponent = [] if layer.key_weights is None else [layer.key_weights.exponent]
+        linears: list[Any] = [layer.qk, *exponent, layer.v]
+        weight = torch.cat([linear.weight for linear in linears])
+        biases = [torch.zeros(len(x.weight)).to(x.weight) if x.bias is None else x.bias for x in linears]
+        self.projection.fill(weight, torch.cat(biases), grid)
+        affinity: Any = layer.affinity
+        scale, ratio = affinity().levels(self.bits, weight.new_empty(0, dtype=torch.float64))
+        self.levels.copy_(integer_levels(scale, ratio, self.levels.shape[2] - 1))
+        self.set_grid("output", Grid(max(output, 1e-12) / LARGEST))
+        # A head whose values are tiny next to the outputs of others adds nothing that int8 can show.
+        self.value_scale.copy_(torch.maximum(values / LARGEST, self.output_scale / 200))
+        self.multiplier.copy_(integer_multiplier(self.value_scale / self.output_scale))
+        if self.weighted:
+            # e >= t where 12 tanh(y / 3) rounds to at least t.
+            changes = torch.arange(1 - LARGEST_EXPONENT, LARGEST_EXPONENT + 1, dtype=torch.float64) - 0.5
+            changes = torch.atanh(changes / LARGEST_EXPONENT) * LARGEST_EXPONENT / KEY_WEIGHT_GAIN
+            steps = self.projection.steps[self.parts[0] : sum(self.parts[:2])].double()
+            found = torch.ceil(changes.to(steps.device) / steps.unsqueeze(-1))
+            self.thresholds.copy_(found.clamp(-(1 << 31), (1 << 31) - 1))
+        if isinstance(layer.proj, nn.Linear):
+            self.proj.fill(layer.proj.weight, layer.proj.bias, self._grids["output"])
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid: tuple[int, int] | None = None,
+        prefix: int = 0,
+    ) -> Tensor:
+        """Tokens (B, N, dim) to tokens (B, N, dim), as every mechanism."""
+        if is_causal:
+            raise ValueError("is_causal=True is not supported by integer attention: keep this layer in fp32")
+        self._check(x, key_padding_mask, is_causal)
+        if exporting():
+            return self._exported(x, key_padding_mask)
+        batch, tokens = x.shape[:2]
+        sums = integer_product(self.projection.quantized(x), self.projection.weight)
+        coded, exponents, values = torch.split(sums, self.parts, dim=-1)
+        bias = torch.split(self.projection.bias, self.parts)
+        codes = pack_signs(coded, -bias[0], self.bits).view(batch, tokens, -1, self.num_heads)
+        codes_q, codes_k = codes[:, :, 0].transpose(1, 2), codes[:, :, -1].transpose(1, 2)
+        exponent = None
+        if self.weighted:
+            above = ((exponents + bias[1]).unsqueeze(-1) >= self.thresholds).sum(dim=-1) - LARGEST_EXPONENT
+            exponent = above.to(torch.int8).view(batch, tokens, -1).transpose(1, 2)
+        v = self._values(values + bias[2]).view(batch, tokens, self.num_heads, -1).transpose(1, 2)
+        tables = (self.levels, self.multiplier)
+        out = integer_attention(codes_q, codes_k, v, *tables, exponent, key_padding_mask)
+        numbers = out.transpose(1, 2).reshape(-1, self.dim)
+        if isinstance(self.proj, IntegerLinear):
+            found = self.proj.of_numbers(numbers)
+        else:
+            found = numbers * self.output_scale
+        return found.view(x.shape).to(x.dtype)
+
+    def _value_steps(self) -> Tensor:
+        return self.value_scale.repeat_interleave(self.head_dim)
+
+    def _values(self, sums: Tensor) -> Tensor:
+        """Values as int8, from -127 to 127."""
+        factor = self.projection.steps[-self.dim :] / self._value_steps()
+        return torch.round(sums * factor).clamp(-LARGEST, LARGEST).to(torch.int8)
+
+    def _exported(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        """The same up to rounding, in floating point where runtimes have no integer operator."""
+        coded, exponents, values = torch.split(self.projection.exported(x), self.parts, dim=-1)
+        heads = torch.unflatten(coded, -1, (-1, self.num_heads, self.bits)).unbind(2)
+        q, k = (part.transpose(1, 2) for part in (heads[0], heads[-1]))
+        weight = None
+        if self.weighted:
+            exponent = LARGEST_EXPONENT * torch.tanh(exponents * (KEY_WEIGHT_GAIN / LARGEST_EXPONENT))
+            weight = power_of_two(exponent.round()).transpose(1, 2)
+        v = torch.round(values / self._value_steps()).clamp(-LARGEST, LARGEST)
+        v = torch.unflatten(v, -1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        levels = self.levels.float() / (1 << LEVEL_BITS)
+        scale, ratio = levels[..., 0], levels[..., 1] / levels[..., 0].clamp_min(1e-30)
+        floor = 2.0**-30 * scale.sum(dim=-1)
+        shared = None if not self.separate else k
+        tensors = (q, shared, v, key_padding_mask, weight, Signs(), None, scale, ratio, floor)
+        out = exported_attention(FusedCall(*tensors, 0.0, False))
+        out = out.transpose(1, 2).flatten(2) * self._value_steps()
+        if isinstance(self.proj, IntegerLinear):
+            return self.proj.exported(out)
+        return dequantized(out, self._grids["output"])
+
+    def operations(self, batch: int, tokens: int) -> Operations | None:
+        """As `sharp_eco`, with the projections, which are not modules of their own here."""
+        attention = super().operations(batch, tokens)
+        columns = [*self.parts, self.dim if isinstance(self.proj, IntegerLinear) else 0]
+        projected = [Product(batch * tokens, self.dim, n, right="weight") for n in columns if n]
+        return None if attention is None else [*projected, *attention]
+
+    def split_problem(self) -> str | None:
+        """Tokens are not split over ranks in integer inference."""
+        return "integer attention needs all tokens"
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"{super().extra_repr()}, integer, bits={self.bits}, groups={self.groups}"

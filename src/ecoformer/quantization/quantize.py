@@ -1,0 +1,425 @@
+"""`quantize`: an int8 model from a trained one, and `fake_quantized`, to train one that knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ecoformer.attention import Attention
+from ecoformer.attention.eco import SharpEcoAttention
+from ecoformer.backends.integer import LARGEST
+from ecoformer.conversion.convert import put, unwrapped
+from ecoformer.conversion.learning import relative_mse
+from ecoformer.hashing.fitting import Forward, check_batches, move, progress_bar, run
+from ecoformer.quantization.layers import (
+    HIGHEST,
+    LOWEST,
+    Grid,
+    IntegerAttention,
+    IntegerConv2d,
+    IntegerLinear,
+    quantized_weight,
+)
+from ecoformer.running import eval_mode, without_fast_path
+
+_KEPT = 1 << 12
+"""Numbers of a tensor that are kept of each batch, to choose a grid by."""
+_CLIPS = [1.0 - 0.04 * i for i in range(16)]
+"""Parts of the range that a grid may cover."""
+Integer = IntegerLinear | IntegerConv2d | IntegerAttention
+
+
+class Observer:
+    """The range of a tensor and a sample of its numbers, over all batches."""
+
+    def __init__(self) -> None:
+        self.low = self.high = 0.0
+        self.peaks: Tensor | None = None
+        self._kept: list[Tensor] = []
+        self._generator = torch.Generator().manual_seed(0)
+
+    def see(self, x: Tensor, heads: int | None = None) -> None:
+        """Another batch; with `heads`, the largest number of each head is kept too."""
+        x = x.detach().float()
+        low, high = torch.aminmax(x)
+        if not bool(torch.isfinite(low) & torch.isfinite(high)):
+            raise ValueError("NaN or infinity")
+        self.low, self.high = min(self.low, float(low)), max(self.high, float(high))
+        flat = x.flatten()
+        if len(flat) > _KEPT:  # at random: a regular step would meet the same channels again and again
+            drawn = torch.randint(len(flat), (_KEPT,), generator=self._generator)
+            flat = flat[drawn.to(flat.device)]
+        self._kept.append(flat)
+        if heads is not None:
+            peaks = torch.unflatten(x, -1, (heads, -1)).abs().flatten(0, -3).amax(dim=(0, 2))
+            self.peaks = peaks if self.peaks is None else torch.maximum(self.peaks, peaks)
+
+    def grid(self) -> Grid:
+        """The grid on which the sample loses least."""
+        sample = torch.cat(self._kept)
+        found = [self._grid(clip) for clip in _CLIPS]
+        return min(found, key=lambda grid: float((on_grid(sample, grid) - sample).square().sum()))
+
+    def _grid(self, clip: float) -> Grid:
+        low, high = self.low * clip, self.high * clip
+        scale = max(high - low, 1e-12) / (HIGHEST - LOWEST)
+        return Grid(scale, LOWEST - round(low / scale))
+
+    def largest(self) -> float:
+        """How far a grid without a zero of its own should reach."""
+        sample, top = torch.cat(self._kept), max(-self.low, self.high)
+        reach = [top * clip for clip in _CLIPS]
+        grids = {end: Grid(max(end, 1e-12) / LARGEST) for end in reach}
+        return min(reach, key=lambda end: float((on_grid(sample, grids[end]) - sample).square().sum()))
+
+
+def on_grid(x: Tensor, grid: Grid) -> Tensor:
+    """The numbers of a grid that are nearest to x."""
+    numbers = (torch.round(x / grid.scale) + grid.zero).clamp(LOWEST, HIGHEST)
+    return (numbers - grid.zero) * grid.scale
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """One layer: what it is, the scale of its input, the share of numbers that the grid cuts off, its error.
+
+    The error is that of its output, as a share of the mean square. `why` says why a layer stays as it is.
+    """
+
+    name: str
+    kind: str
+    scale: float | None
+    saturation: float | None
+    error: float | None
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What `quantize` did, layer by layer."""
+
+    model: str
+    layers: tuple[QuantizedLayer, ...]
+    megabytes: tuple[float, float]
+    """Of parameters and buffers, before and after."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        done = [layer for layer in self.layers if layer.why is None]
+        before, after = self.megabytes
+        lines = [
+            f"{self.model}: {len(done)} of {len(self.layers)} layers in int8, {before:.1f} MB before, "
+            f"{after:.1f} MB after",
+        ]
+        if done:
+            width = max(len(layer.name) for layer in done)
+            lines.append(f"  {'layer':<{width}}  {'kind':<9}   scale  cut off    error")
+        for layer in done:
+            numbers = f"{layer.scale:7.2g}  {layer.saturation:7.2%}  {layer.error:7.1e}"
+            lines.append(f"  {layer.name:<{width}}  {layer.kind:<9} {numbers}")
+        lines += [f"stays: {each.name} ({each.kind}): {each.why}" for each in self.layers if each.why]
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def quantize(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    max_error: float = 0.1,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> Quantization:
+    """Give linear layers, convolutions and `sharp_eco` attention int8 numbers, in place, and report.
+
+    Every batch is run twice: to find the range of each layer's numbers, and to measure its error. Everything
+    else (norms, activations, residual sums, softmax) stays in floating point. If anything is wrong, the model
+    stays as it was.
+
+    Args:
+        model: a trained model; it runs in eval mode and keeps its own.
+        batches: a few batches of real data, as `fit_hashers` takes them; one hundred samples are enough.
+        max_error: layers whose output has a larger error (mean square, relative) stay in floating point.
+        forward: how to run a batch, if not by `model(batch)`.
+        progress: whether to show the progress on stderr.
+
+    Raises:
+        ValueError: if there are no batches, if the model is quantised already, or if a batch leads to NaN.
+    """
+    model = unwrapped(model)
+    check_batches(batches)
+    batches = batches if isinstance(batches, list) else list(batches)
+    found = _candidates(model)
+    before = _megabytes(model)
+    with eval_mode(model), without_fast_path(), progress_bar(2 * len(batches), progress) as tick:
+        seen = _observe(model, found, batches, forward or run, lambda: tick("ranges"))
+        made, layers = _build(found, seen)
+        errors = _measure(model, found, made, batches, forward or run, lambda: tick("errors"))
+    for name, new in list(made.items()):
+        scale, (error, cut) = new_scale(new), errors[name]
+        why = f"its error would be {error:.2f}" if error > max_error else None
+        layers[name] = QuantizedLayer(name, _kind(found[name]), scale, cut, error, why)
+        if why is not None:
+            del made[name]
+    if not made:
+        raise ValueError(f"{type(model).__name__} has no layer that int8 can take: {_first_reason(layers)}")
+    for name, new in made.items():
+        put(model, found[name], new.train(found[name].training))
+    ordered = tuple(layers[name] for name in found if name in layers)
+    return Quantization(type(model).__name__, ordered, (before, _megabytes(model)))
+
+
+def requantize(model: nn.Module, names: list[str]) -> None:
+    """Put integer layers without weights in place of the named layers, for a checkpoint to fill."""
+    found = _candidates(model)
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ValueError(f"{type(model).__name__} has no layer {missing[0]!r} to quantise")
+    for name in names:
+        put(model, found[name], _like(found[name]).train(found[name].training))
+
+
+def integer_layers(model: nn.Module) -> list[str]:
+    """The names of a model's integer layers; those inside an attention layer belong to it."""
+    found = [name for name, module in model.named_modules() if isinstance(module, Integer)]
+    return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
+
+
+def _candidates(model: nn.Module) -> dict[str, nn.Module]:
+    """Layers that int8 may take, by name; those inside of an integer attention belong to it."""
+    if integer_layers(model):
+        raise ValueError(f"model: {type(model).__name__} is quantised already: quantise the original")
+    found: dict[str, nn.Module] = {}
+    closed: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if name.startswith(closed) and closed:
+            continue
+        if type(module) is SharpEcoAttention and module.local is None:
+            found[name] = module
+            closed = (*closed, f"{name}.")
+        elif isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
+            closed = (*closed, f"{name}.")  # PyTorch reads their weights past the layers
+        elif type(module) in (nn.Linear, nn.Conv2d):
+            found[name] = module
+    found.pop("", None)
+    if not found:
+        raise ValueError(
+            f"model: {type(model).__name__} has no linear layer, convolution or sharp_eco layer to quantise"
+        )
+    return found
+
+
+def _kind(module: nn.Module) -> str:
+    return module.name if isinstance(module, Attention) else type(module).__name__
+
+
+def _like(module: Any) -> Integer:
+    classes: dict[type, Any] = {nn.Linear: IntegerLinear, nn.Conv2d: IntegerConv2d}
+    made: Integer = classes.get(type(module), IntegerAttention).like(module)
+    return made
+
+
+def _watched(name: str, module: Any) -> dict[str, tuple[nn.Module, str]]:
+    """Whose inputs or outputs a layer's grids are chosen by."""
+    if isinstance(module, SharpEcoAttention):
+        return {"input": (module, "input"), "values": (module.v, "output"), "output": (module.proj, "input")}
+    watched = {"input": (module, "input")}
+    return watched | {"output": (module, "output")} if isinstance(module, nn.Conv2d) else watched
+
+
+def _observe(
+    model: nn.Module,
+    found: Mapping[str, nn.Module],
+    batches: list[Any],
+    forward: Forward,
+    tick: Callable[[], None],
+) -> dict[str, dict[str, Observer]]:
+    """The ranges of every layer that the batches reach."""
+    seen: dict[str, dict[str, Observer]] = {}
+    causal: set[str] = set()
+
+    def watch(name: str, what: str, side: str, module: Any, args: Any, kwargs: Any, out: Any = None) -> None:
+        x = (args[0] if args else next(iter(kwargs.values()))) if side == "input" else out
+        owner: Any = found[name]
+        heads = owner.num_heads if what == "values" else None
+        try:
+            seen.setdefault(name, {}).setdefault(what, Observer()).see(x, heads)
+        except ValueError as error:
+            raise ValueError(f"batches lead to {error} in {name} ({what})") from error
+        if kwargs.get("is_causal"):
+            causal.add(name)
+
+    with ExitStack() as stack:
+        for name, module in found.items():
+            for what, (owner, side) in _watched(name, module).items():
+                hook: Any = partial(watch, name, what, side)
+                register: Any = (
+                    owner.register_forward_pre_hook if side == "input" else owner.register_forward_hook
+                )
+                stack.callback(register(hook, with_kwargs=True).remove)
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        for batch in batches:
+            forward(model, move(batch, device))
+            tick()
+    if not batches:
+        raise ValueError("batches is empty: quantisation needs some real data to find ranges")
+    return {name: ranges for name, ranges in seen.items() if name not in causal}
+
+
+def _build(
+    found: Mapping[str, nn.Module], seen: Mapping[str, Mapping[str, Observer]]
+) -> tuple[dict[str, Integer], dict[str, QuantizedLayer]]:
+    """Integer layers, and why others stay as they are."""
+    made: dict[str, Integer] = {}
+    layers: dict[str, QuantizedLayer] = {}
+    for name, module in found.items():
+        why = None if name in seen else "no batch reached it, or it attends in causal order"
+        if why is None and isinstance(module, nn.Conv2d):
+            plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+            why = None if plain else f"padding {module.padding_mode!r}, {module.padding!r}"
+        if why is not None:
+            layers[name] = QuantizedLayer(name, _kind(module), None, None, None, why)
+            continue
+        ranges, new = seen[name], _like(module)
+        grid = ranges["input"].grid()
+        if isinstance(new, IntegerAttention):
+            peaks: Any = ranges["values"].peaks
+            new.fill_from(module, grid, peaks, ranges["output"].largest())  # type: ignore[arg-type]
+        else:
+            new.fill(module.weight, module.bias, grid)  # type: ignore[arg-type]
+            if isinstance(new, IntegerConv2d):
+                new.set_grid("output", ranges["output"].grid())
+        made[name] = new
+    return made, layers
+
+
+def _measure(
+    model: nn.Module,
+    found: Mapping[str, nn.Module],
+    made: Mapping[str, Integer],
+    batches: list[Any],
+    forward: Forward,
+    tick: Callable[[], None],
+) -> dict[str, tuple[float, float]]:
+    """The error of each integer layer on the inputs of the original, and the share of inputs cut off."""
+    errors: dict[str, list[float]] = {name: [] for name in made}
+    cut: dict[str, list[float]] = {name: [] for name in made}
+
+    def compare(name: str, module: nn.Module, args: Any, kwargs: Any, out: Tensor) -> None:
+        x, grid = args[0] if args else next(iter(kwargs.values())), _input_grid(made[name])
+        low, high = ((end - grid.zero) * grid.scale for end in (LOWEST - 0.5, HIGHEST + 0.5))
+        cut[name].append(float(((x < low) | (x > high)).float().mean()))
+        errors[name].append(float(relative_mse(made[name](*args, **kwargs), out)))
+
+    with ExitStack() as stack:
+        for name in made:
+            hook: Any = partial(compare, name)
+            stack.callback(found[name].register_forward_hook(hook, with_kwargs=True).remove)
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        for batch in batches:
+            forward(model, move(batch, device))
+            tick()
+    return {name: (_mean(errors[name]), _mean(cut[name])) for name in made}
+
+
+def _mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def _input_grid(layer: Integer) -> Grid:
+    holder = layer.projection if isinstance(layer, IntegerAttention) else layer
+    return holder._grids["input"]
+
+
+def new_scale(layer: Integer) -> float:
+    """The scale of a layer's input."""
+    return _input_grid(layer).scale
+
+
+def _first_reason(layers: Mapping[str, QuantizedLayer]) -> str:
+    name, layer = next(iter(layers.items()))
+    return f"{name}: {layer.why}"
+
+
+def _megabytes(model: nn.Module) -> float:
+    tensors = {id(x): x for x in (*model.parameters(), *model.buffers())}
+    return sum(x.nbytes for x in tensors.values()) / 1e6
+
+
+class _OnGrid(torch.autograd.Function):
+    """Numbers of a grid, whose gradient is that of the numbers before, and zero where they are cut off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor | float, zero: int) -> Tensor:
+        numbers = torch.round(x / scale) + zero
+        ctx.save_for_backward((numbers >= LOWEST) & (numbers <= HIGHEST))
+        return (numbers.clamp(LOWEST, HIGHEST) - zero) * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (inside,) = ctx.saved_tensors
+        return grads[0] * inside, None, None
+
+
+def _faked(x: Tensor, grid: Grid) -> Tensor:
+    found: Tensor = _OnGrid.apply(x, grid.scale, grid.zero)  # type: ignore[no-untyped-call]
+    return found
+
+
+@contextmanager
+def fake_quantized(
+    model: nn.Module, batches: Iterable[Any], *, forward: Forward | None = None
+) -> Iterator[nn.Module]:
+    """Inside the block, inputs and weights of layers lie on the grids of int8, and still learn.
+
+    Rounding has the gradient of the identity. Train the model in the block, by `distill` or your own loop,
+    then `quantize` it:
+
+    >>> with ecoformer.fake_quantized(model, batches):
+    ...     ecoformer.distill(model, original, batches, steps=200, lr=3e-5)
+    >>> ecoformer.quantize(model, batches)
+
+    `batches` are for the ranges of inputs, which stay fixed in the block.
+    """
+    model = unwrapped(model)
+    check_batches(batches)
+    linears = {
+        name: module for name, module in model.named_modules() if type(module) in (nn.Linear, nn.Conv2d)
+    }
+    batches = batches if isinstance(batches, list) else list(batches)
+    with torch.no_grad(), eval_mode(model), without_fast_path():
+        seen = _observe(model, linears, batches, forward or run, lambda: None)
+
+    def linear(module: nn.Linear, grid: Grid, x: Tensor) -> Tensor:
+        return F.linear(_faked(x, grid), _fake_weight(module.weight), module.bias)
+
+    def convolution(module: Any, grid: Grid, x: Tensor) -> Any:
+        return module._conv_forward(_faked(x, grid), _fake_weight(module.weight), module.bias)
+
+    changed = []
+    try:
+        for name, ranges in seen.items():
+            module, grid = linears[name], ranges["input"].grid()
+            function: Any = linear if isinstance(module, nn.Linear) else convolution
+            module.__dict__["forward"] = partial(function, module, grid)
+            changed.append(module)
+        yield model
+    finally:
+        for module in changed:
+            module.__dict__.pop("forward", None)
+
+
+def _fake_weight(weight: Tensor) -> Tensor:
+    scale = quantized_weight(weight)[1].view(-1, *[1] * (weight.ndim - 1))
+    found: Tensor = _OnGrid.apply(weight, scale, 0)  # type: ignore[no-untyped-call]
+    return found

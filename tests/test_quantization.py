@@ -1,0 +1,289 @@
+"""Integer layers and `quantize`: close to the originals, saved, exported, refused where they cannot be."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import ecoformer
+from ecoformer.quantization.layers import Grid, IntegerAttention, IntegerConv2d, IntegerLinear
+from ecoformer.quantization.quantize import Observer, on_grid
+from ecoformer.third_party import import_timm
+
+timm = import_timm()
+
+
+def error(found, target):
+    found, target = found.detach(), target.detach()
+    return float((found - target).square().mean() / target.square().mean())
+
+
+def small_model(**settings):
+    torch.manual_seed(0)
+    model = timm.create_model("pvt_v2_b0", num_classes=10, **settings).eval()
+    ecoformer.convert(model, "sharp_eco", seed=0)
+    for module in model.modules():
+        if isinstance(module, ecoformer.Attention):
+            nn.init.normal_(module.key_weights.exponent.weight, std=0.02)
+    return model
+
+
+def images(count=3, size=32):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 3, size, size, generator=generator) for _ in range(count)]
+
+
+def test_linear_layer_by_hand():
+    layer = nn.Linear(3, 2)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1.27, -0.635, 0.0], [0.0, 0.0, 0.0]]))
+        layer.bias.copy_(torch.tensor([0.5, -3.0]))
+    new = IntegerLinear.like(layer)
+    new.fill(layer.weight, layer.bias, Grid(0.1, 10))
+    assert new.weight.tolist() == [[127, -64, 0], [0, 0, 0]]  # -63.5 rounds to even
+    x = torch.tensor([[0.14, -0.26, 100.0]])
+    # On the grid 0.1, -0.3 and 11.7 (117 = 127 - 10 steps).
+    expected = 0.01 * 127 * 0.1 + 0.01 * 64 * 0.3 + 0.5
+    assert new(x).squeeze().tolist() == pytest.approx([expected, -3.0], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(4, 6, 3, padding=1),
+        nn.Conv2d(8, 8, 3, stride=2, padding=1, groups=8, bias=False),
+        nn.Conv2d(3, 5, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2)),
+        nn.Conv2d(160, 4, 3),
+    ],
+)
+def test_convolutions_are_close(layer):
+    torch.manual_seed(0)
+    x = torch.randn(2, layer.in_channels, 9, 10) + 0.5
+    model = nn.Sequential(copy.deepcopy(layer))
+    report = ecoformer.quantize(model, [x], progress=False)
+    assert isinstance(model[0], IntegerConv2d)
+    assert error(model(x), layer(x)) == pytest.approx(report.layers[0].error, rel=1e-4)
+    assert report.layers[0].error < 1e-3
+
+
+def test_convolutions_with_other_padding_stay():
+    model = nn.Sequential(nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect"), nn.Conv2d(1, 1, 1))
+    report = ecoformer.quantize(model, [torch.randn(1, 1, 5, 5)], progress=False)
+    assert [layer.why is None for layer in report.layers] == [False, True]
+    assert "reflect" in str(report)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"separate": False}, {"key_weights": False}, {"out_proj": False}, {"bits": 32}]
+)
+@pytest.mark.parametrize("padding", [False, True])
+def test_attention_is_close(settings, padding):
+    torch.manual_seed(0)
+    layer = ecoformer.create_attention("sharp_eco", dim=32, num_heads=2, **settings).eval()
+    if layer.key_weights is not None:
+        nn.init.normal_(layer.key_weights.exponent.weight, std=0.1)
+    holder, x = nn.ModuleDict({"attention": layer}), torch.randn(2, 150, 32)
+    mask = torch.arange(150).expand(2, 150) >= torch.tensor([[100], [150]]) if padding else None
+
+    def forward(model, batch):
+        return model["attention"](batch, key_padding_mask=mask)
+
+    with torch.inference_mode():
+        expected = forward(holder, x)
+        ecoformer.quantize(holder, [x], forward=forward, progress=False)
+        assert isinstance(holder["attention"], IntegerAttention)
+        assert error(forward(holder, x), expected) < 0.02
+        if padding:  # what is padding does not matter
+            other = torch.where(mask.unsqueeze(-1), 3.0, x)
+            kept = ~mask
+            assert torch.equal(forward(holder, other)[kept], forward(holder, x)[kept])
+
+
+def test_exponents_are_those_of_the_original():
+    torch.manual_seed(0)
+    layer = ecoformer.create_attention("sharp_eco", dim=16, num_heads=2).eval()
+    nn.init.normal_(layer.key_weights.exponent.weight, std=1.0)
+    new = IntegerAttention.like(layer)
+    new.fill_from(layer, Grid(1 / 16), torch.ones(2), 1.0)
+    numbers = torch.randint(-60, 61, (400, 16))
+    seen = {}
+    original = ecoformer.quantization.layers.integer_attention
+
+    def listen(q, k, v, levels, multiplier, exponent, mask):
+        seen["exponent"] = exponent
+        return original(q, k, v, levels, multiplier, exponent, mask)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(ecoformer.quantization.layers, "integer_attention", listen)
+        new((numbers / 16).unsqueeze(0))
+        layer.key_weights.exponent.weight.copy_(
+            new.projection.weight[64:66] * new.projection.scale[64:66, None]
+        )
+        expected = torch.log2(layer.key_weights((numbers / 16).unsqueeze(0)))
+    # Sums within rounding of a change may fall on either side.
+    assert (seen["exponent"] == expected).float().mean() > 0.995
+    assert expected.min() < -9
+    assert expected.max() > 9
+
+
+def test_a_model_in_int8_is_close_small_and_left_in_its_mode():
+    model = small_model().train()
+    original = copy.deepcopy(model)
+    report = ecoformer.quantize(model, images(), progress=False)
+    assert all(layer.why is None for layer in report.layers)
+    assert report.megabytes[1] < 0.3 * report.megabytes[0]
+    assert model.training
+    assert all(module.training for module in model.modules())
+    x = images()[0]
+    with torch.inference_mode():
+        assert error(model.eval()(x), original.eval()(x)) < 0.05
+    names = [layer.name for layer in report.layers]
+    assert "stages.0.blocks.0.attn.attention" in names
+    assert not any("attention." in name for name in names)
+    assert all(len(line) <= 80 for line in str(report).splitlines()[1:])
+
+
+def test_layers_with_a_large_error_stay():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.no_grad():
+        model[0].weight.fill_(0.0)
+        model[0].weight[0, 0] = 1.0
+        model[0].bias.fill_(0.0)
+    x = torch.randn(64, 8)
+    x[:, 0] *= 1e-3
+    x[:, 1] *= 10  # which the first layer does not look at, but its grid must reach
+    report = ecoformer.quantize(model, [x], max_error=0.05, progress=False)
+    assert type(model[0]) is nn.Linear
+    assert isinstance(model[1], IntegerLinear)
+    assert "its error would be" in str(report)
+
+
+def test_saved_and_loaded(tmp_path):
+    model = small_model()
+    ecoformer.quantize(model, images(), progress=False)
+    path = ecoformer.save(model, tmp_path / "int8.safetensors")
+    again = ecoformer.load(path)
+    x = images()[0]
+    with torch.inference_mode():
+        assert torch.equal(again(x), model(x))
+    assert path.stat().st_size < 5e6
+    for other in (timm.create_model("pvt_v2_b0", num_classes=10), small_model(), copy.deepcopy(model)):
+        again = ecoformer.load(path, other)
+        with torch.inference_mode():
+            assert torch.equal(again(x), model(x))
+
+
+def test_a_copied_and_a_loaded_state_dict_are_exported_alike():
+    """Grids are kept as plain numbers too, which loading must bring up to date."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    ecoformer.quantize(model, [torch.randn(8, 4)], progress=False)
+    other = nn.Sequential(IntegerLinear(4, 4))
+    other.load_state_dict(model.state_dict())
+    assert other[0]._grids == model[0]._grids
+    stream = io.BytesIO()
+    torch.save(model.state_dict(), stream)
+
+
+@pytest.mark.parametrize("attention", ["sharp_eco", "native"])
+def test_exported_as_pairs_of_quantize_and_dequantize(tmp_path, attention):
+    pytest.importorskip("onnxruntime")
+    shallow = {"depths": (1, 1, 1, 1)}
+    model = timm.create_model("pvt_v2_b0", num_classes=10, **shallow).eval()
+    model = small_model(**shallow) if attention == "sharp_eco" else model
+    batches = images(size=64)
+    ecoformer.quantize(model, batches, progress=False)
+    made = ecoformer.export_onnx(model, tmp_path / "int8.onnx", batches[0], samples=batches)
+    assert made.same_top1 >= 0.9
+    assert made.operators["QuantizeLinear"] > 20
+    assert made.bytes < 4e6
+    assert not made.fixed
+
+
+def test_bad_input():
+    model = small_model()
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="batches is empty"):
+        ecoformer.quantize(model, [], progress=False)
+    with pytest.raises(TypeError, match="iterable of batches"):
+        ecoformer.quantize(model, images()[0], progress=False)
+    bad = images()
+    bad[1][0, 0, 0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"batches lead to NaN or infinity in patch_embed.proj"):
+        ecoformer.quantize(model, bad, progress=False)
+    with pytest.raises(ValueError, match="no linear layer"):
+        ecoformer.quantize(nn.Sequential(nn.ReLU()), images(), progress=False)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    ecoformer.quantize(model, images(1), progress=False)
+    with pytest.raises(ValueError, match="quantised already"):
+        ecoformer.quantize(model, images(1), progress=False)
+    with pytest.raises(ValueError, match="only codes"):
+        ecoformer.convert(model, "eco")
+
+
+def test_causal_attention_stays_in_floating_point():
+    holder = nn.ModuleDict({"a": ecoformer.create_attention("sharp_eco", 16, 1), "b": nn.Linear(16, 16)})
+
+    def forward(model, batch):
+        return model["b"](model["a"](batch, is_causal=True))
+
+    report = ecoformer.quantize(holder, [torch.randn(2, 9, 16)], forward=forward, progress=False)
+    assert {layer.name: layer.why is None for layer in report.layers} == {"a": False, "b": True}
+    integer = IntegerAttention.like(holder["a"])
+    with pytest.raises(ValueError, match="is_causal=True is not supported"):
+        integer(torch.randn(1, 3, 16), is_causal=True)
+
+
+def test_fake_quantisation_rounds_as_int8_does_and_learns():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Conv2d(1, 1, 1))
+    del model[1]
+    x = torch.randn(40, 6)
+    quantised = copy.deepcopy(model)
+    ecoformer.quantize(quantised, [x], progress=False)
+    plain = model(x)
+    with ecoformer.fake_quantized(model, [x]):
+        faked = model(x)
+        faked.square().sum().backward()
+        assert torch.autograd.grad(model(x).sum(), model[0].weight)[0].abs().sum() > 0
+    assert error(faked, quantised(x)) < 1e-6
+    assert not torch.equal(faked, plain)
+    assert torch.equal(model(x), plain)  # nothing is left behind
+
+
+def test_training_with_fake_quantisation_makes_int8_better():
+    """Two bits' worth of noise cannot be undone, but what rounding shifts in a layer can be learned."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    with torch.no_grad():
+        model[0].weight[:, 0] *= 40  # one large input makes the grid of the others coarse
+    x = torch.randn(256, 8) * torch.tensor([30.0, *[1.0] * 7])
+    original = copy.deepcopy(model)
+
+    def int8_error(trained):
+        found = copy.deepcopy(trained)
+        ecoformer.quantize(found, [x], progress=False)
+        with torch.no_grad():
+            return error(found(x), original(x))
+
+    before = int8_error(model)
+    with ecoformer.fake_quantized(model, [x]):
+        ecoformer.distill(model, original, [x], steps=60, lr=1e-3, progress=False)
+    assert int8_error(model) < before
+
+
+def test_grids_reach_every_number_unless_cutting_is_better():
+    observer = Observer()
+    x = torch.cat([torch.randn(4000), torch.tensor([60.0])])
+    observer.see(x)
+    grid = observer.grid()
+    assert 127 * grid.scale < 60  # a single outlier is cut off
+    assert (on_grid(x[:-1], grid) - x[:-1]).square().mean() < 0.02
+    observer = Observer()
+    observer.see(torch.linspace(0, 5, 1000))
+    grid = observer.grid()
+    assert grid.zero == -128
+    assert grid.scale * 255 == pytest.approx(5, rel=0.05)
