@@ -194,15 +194,13 @@ def test_nothing_around_the_output_is_written(monkeypatch):
 
 @EVERY_SIZE
 def test_scratch_memory_is_as_large_as_it_says(size, monkeypatch):
-    from ecoformer.backends.cpu import launch
-
     def fenced(wanted):
         memory = torch.full((wanted + 4096,), 0xAB, dtype=torch.uint8)
         fences.append((wanted, memory))
         return memory.data_ptr() + 2048
 
     fences = []
-    monkeypatch.setattr(launch, "scratch", fenced)
+    monkeypatch.setattr(team, "scratch", fenced)
     for causal in (False, True):
         n = size["n"]
         more = {"causal": causal} | ({"queries": n} if causal and "queries" in size else {})
@@ -289,11 +287,9 @@ def test_threads_of_python_may_call_at_once(threads):
 @pytest.fixture
 def teams(monkeypatch):
     """How many threads each call was given."""
-    from ecoformer.backends.cpu import launch
-
     used = []
-    original = launch.run_team
-    monkeypatch.setattr(launch, "run_team", lambda *a: (used.append(a[2]), original(*a)))
+    original = team.run_team
+    monkeypatch.setattr(team, "run_team", lambda *a: (used.append(a[2]), original(*a)))
     return used
 
 

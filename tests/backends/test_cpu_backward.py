@@ -208,15 +208,13 @@ def test_any_strides(options, threads):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @EVERY_CALL
 def test_scratch_memory_is_as_large_as_it_says(options, causal, monkeypatch):
-    from ecoformer.backends.cpu import launch
-
     def fenced(wanted):
         memory = torch.full((wanted + 4096,), 0xAB, dtype=torch.uint8)
         fences.append((wanted, memory))
         return memory.data_ptr() + 2048
 
     fences = []
-    monkeypatch.setattr(launch, "scratch", fenced)
+    monkeypatch.setattr(team, "scratch", fenced)
     for n in (5, 1100):
         more = {"queries": n} if causal and "queries" in options else {}
         call = make_call(n, **{**options, **more}, causal=causal)

@@ -189,9 +189,9 @@ def _empty_codes(sums: Tensor, bits: int) -> Tensor:
 
 def eager_packing(sums: Tensor, least: Tensor, bits: int) -> Tensor:
     """`pack_signs` in plain PyTorch."""
-    ones = (sums >= least).unflatten(1, (-1, bits)).to(torch.int64)
-    packed = (ones << torch.arange(bits, device=sums.device)).sum(dim=-1)
-    return packed.to(EXACT_WIDTHS.get(bits, torch.int64))
+    ones = (sums >= least).to(torch.int64).view(len(sums), -1, bits)
+    powers = torch.ones(bits, dtype=torch.int64, device=sums.device) << torch.arange(bits, device=sums.device)
+    return (ones * powers).sum(dim=-1).to(EXACT_WIDTHS.get(bits, torch.int64))
 
 
 @torch.library.custom_op(

@@ -139,7 +139,7 @@ def scratch_of(channels: int, bits: int, group: int, digit: int) -> Scratch:
     at = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     wide_sizes = [state * wide, padded(state), padded(rows), BLOCK * digits(bits, digit), BLOCK, BLOCK]
     at += [sum(wide_sizes[:i]) for i in range(len(wide_sizes))]
-    return Scratch(*at, end=4 * at[6] + 8 * sum(wide_sizes))
+    return Scratch._make([*at, 4 * at[6] + 8 * sum(wide_sizes)])
 
 
 class IntegerWorker(NamedTuple):
@@ -157,7 +157,7 @@ _PROBLEM, _SCRATCH = len(IntegerProblem._fields), len(Scratch._fields)
 
 
 @compiled
-def _heaviest(p: IntegerProblem, batch: int, head: int) -> int:
+def _heaviest(p: IntegerProblem, batch: int, head: int) -> Any:
     """The largest exponent of all visible keys."""
     exponents, masks = signed_octets(p.exponent), octets(p.mask)
     start, hidden = batch * p.exponent_batch + head * p.exponent_head, batch * p.mask_batch
@@ -218,7 +218,7 @@ def _fill(w: IntegerWorker, batch: int, head: int, first: int, last: int, peak: 
 
 
 @inlined
-def _known(bits: int) -> int:
+def _known(bits: int) -> Any:
     """All bits of a code."""
     return int64(-1) if bits == 64 else (int64(1) << bits) - 1
 
@@ -244,7 +244,7 @@ def _fold(w: IntegerWorker) -> None:
 
 
 @compiled
-def _mix(w: IntegerWorker, to: int, sums: int, levels: int, wide: int) -> int:
+def _mix(w: IntegerWorker, to: int, sums: int, levels: int, wide: int) -> Any:
     """What all values of a group read, from their own sums, in rows of `wide` numbers; see `weigh_planes`.
 
     Bit by bit: values at distance d are those at distance d where the bit is the same and at d - 1 where
@@ -265,7 +265,7 @@ def _mix(w: IntegerWorker, to: int, sums: int, levels: int, wide: int) -> int:
 
 
 @compiled
-def _tabulate(w: IntegerWorker, head: int) -> int:
+def _tabulate(w: IntegerWorker, head: int) -> Any:
     """Tables and denominators from the state, and how many bits numerators lost."""
     p, at, memory, exact = w.p, w.at, w.memory, w.exact
     wide, values, groups = _padded(p.channels), int64(1) << p.group, p.bits // p.group

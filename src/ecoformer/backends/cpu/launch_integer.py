@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from ecoformer.backends.cpu.kernels_integer import attend, pack, scratch_of
-from ecoformer.backends.cpu.problem import FULL, GATHER, digit_of, padded, pieces_of
+from ecoformer.backends.cpu.problem import FULL, GATHER, digit_of, pieces_of
 from ecoformer.backends.cpu.threads import run_parts
 from ecoformer.backends.fused import empty_out
+from ecoformer.backends.integer import LEVEL_BITS
 
-LEVEL_BITS = 24
+_LINE = 64
+"""Bytes of a cache line, where each thread's scratch memory begins."""
+_LEAST_CODES = 4096
+"""Codes that are worth a thread of their own."""
 
 
 @lru_cache(maxsize=256)
@@ -24,7 +28,7 @@ def _plan(
     digit = digit_of(bits, channels, keys, group)
     at = scratch_of(channels, bits, group, digit)
     pieces = pieces_of(heads, max(keys, queries), threads)
-    return digit, pieces, at.wide - at.sums, padded(at.end), array("q", at)
+    return digit, pieces, at.wide - at.sums, -(-at.end // _LINE) * _LINE, array("q", at)
 
 
 def integer_attention(
@@ -71,7 +75,3 @@ def pack_signs(sums: Tensor, least: Tensor, out: Tensor, bits: int) -> Tensor:
     threads = min(torch.get_num_threads(), max(1, rows * codes // _LEAST_CODES))
     run_parts(pack.address, FULL, rows, threads, 0, (problem.buffer_info()[0], 0, 0))
     return out
-
-
-_LEAST_CODES = 4096
-"""Codes that are worth a thread of their own."""

@@ -16,8 +16,6 @@ I8 = ir.IntType(8)
 _LARGEST = 127
 _WIDTHS = (32, 16, 1)
 """Of vectors where most time is spent."""
-_LANES_OF_CODES = 8
-"""Codes have 8 bits or more, in most cases a multiple of 8."""
 
 
 class _Lanes:
@@ -79,25 +77,13 @@ def _along(builder: Any, length: Any, step: Callable[[_Lanes, Any], None], *widt
 
 
 @emitted("aaiiiiiaiii")
-def add_values(
-    builder: Any,
-    memory: Any,
-    lists: Any,
-    places: Any,
-    tokens: Any,
-    shifts: Any,
-    count: Any,
-    digits: Any,
-    v: Any,
-    v0: Any,
-    dv: Any,
-    length: Any,
-) -> None:
+def add_values(builder: Any, memory: Any, lists: Any, *numbers: Any) -> None:
     """Add v << shift to its buckets, for `count` rows of int8 values.
 
     `places`, `tokens` and `shifts` are offsets of lists: where buckets are, `digits` for each token, which
     row of v it is, and its shift.
     """
+    places, tokens, shifts, count, digits, v, v0, dv, length = numbers
     one = _Lanes(builder, 1)
     pair = builder.icmp_signed("==", digits, integer(2))
     with steps(builder, integer(0), count, 1) as i:
@@ -252,25 +238,12 @@ def divide(builder: Any, lists: Any, bottoms: Any, drops: Any, narrow: Any, fact
 
 
 @emitted("aiiaaiiiiiii")
-def read_rows(
-    builder: Any,
-    out: Any,
-    out0: Any,
-    dout: Any,
-    table: Any,
-    lists: Any,
-    places: Any,
-    factors: Any,
-    drops: Any,
-    count: Any,
-    digits: Any,
-    length: Any,
-    shift: Any,
-) -> None:
+def read_rows(builder: Any, out: Any, out0: Any, dout: Any, table: Any, lists: Any, *numbers: Any) -> None:
     """`count` rows of outputs: the sum of `digits` rows, / 2^drop, * factor, / 2^shift, as int8.
 
     `places`, `factors` and `drops` are offsets of lists.
     """
+    places, factors, drops, count, digits, length, shift = numbers
     one = _Lanes(builder, 1)
     half = builder.shl(integer(1), builder.sub(shift, integer(1)))
     pair = builder.icmp_signed("==", digits, integer(2))
@@ -281,24 +254,18 @@ def read_rows(
         last = builder.select(builder.icmp_signed(">", drop, integer(0)), integer(1), integer(0))
         drop = builder.sub(drop, last)
 
-        def finish(
-            to: _Lanes,
-            total: Any,
-            index: Any,
-            start: Any = start,
-            drop: Any = drop,
-            last: Any = last,
-            factor: Any = factor,
-        ) -> None:
-            part = builder.ashr(total, to.splat(I32, drop))
-            part = builder.ashr(builder.add(part, to.splat(I32, last)), to.splat(I32, last))
-            product = builder.add(builder.mul(part, to.splat(I32, factor)), to.splat(I32, half))
+        by = drop, last, factor
+
+        def finish(to: _Lanes, total: Any, index: Any, start: Any = start, by: Any = by) -> None:
+            drop, last, factor = (to.splat(I32, number) for number in by)
+            part = builder.ashr(builder.add(builder.ashr(total, drop), last), last)
+            product = builder.add(builder.mul(part, factor), to.splat(I32, half))
             found = builder.ashr(product, to.splat(I32, shift))
             found = to.chosen("<", found, to.constant(I32, -_LARGEST))
             found = to.chosen(">", found, to.constant(I32, _LARGEST))
             to.store(I8, builder.trunc(found, to.kind(I8)), out, start, index)
 
-        def summed(to: _Lanes, index: Any, first: Any = first) -> None:
+        def summed(to: _Lanes, index: Any, first: Any = first, finish: Any = finish) -> None:
             sums = cgutils.alloca_once(builder, to.kind(I32))
             builder.store(to.constant(I32, 0), sums)
             with steps(builder, integer(0), digits, 1) as g:
@@ -308,15 +275,12 @@ def read_rows(
 
         with builder.if_else(pair) as (two, many):
             with two:
-                a, b = (one.load(I64, lists, places, first, integer(g)) for g in range(2))
-                _along(
-                    builder,
-                    length,
-                    lambda to, index: finish(
-                        to, builder.add(to.load(I32, table, a, index), to.load(I32, table, b, index)), index
-                    ),
-                    *_WIDTHS,
-                )
+                rows = [one.load(I64, lists, places, first, integer(g)) for g in range(2)]
+
+                def added(to: _Lanes, index: Any, rows: Any = rows, finish: Any = finish) -> None:
+                    finish(to, to.total(*(to.load(I32, table, row, index) for row in rows)), index)
+
+                _along(builder, length, added, *_WIDTHS)
             with many:
                 _along(builder, length, summed)
 
@@ -327,25 +291,33 @@ def octet_at(builder: Any, octets: Any, index: Any) -> Any:
     return builder.sext(_Lanes(builder, 1).load(I8, octets, index), I64)
 
 
-@emitted("aii", types.int64)
-def code_at(builder: Any, codes: Any, index: Any, size: Any) -> Any:
-    """Number `index` of packed codes of `size` bytes; a single byte has no sign."""
-    end = builder.append_basic_block("code.end")
+def _by_size(builder: Any, codes: Any, index: Any, size: Any, access: Callable[..., Any]) -> list[Any]:
+    """Access to number `index` of codes of `size` bytes; what it gave for each size, and where."""
     blocks = {width: builder.append_basic_block(f"code.{width}") for width in (1, 2, 4, 8)}
+    end, found = builder.append_basic_block("code.end"), []
     choice = builder.switch(size, blocks[8])
-    found = []
     for width, block in blocks.items():
-        if width < 8:
-            choice.add_case(integer(width), block)
+        choice.add_case(integer(width), block)
         builder.position_at_end(block)
         kind = ir.IntType(8 * width)
         pointer = builder.bitcast(codes, kind.as_pointer())
-        number = builder.load(builder.gep(pointer, [index]), align=width)
-        found.append(number if width == 8 else (builder.zext if width == 1 else builder.sext)(number, I64))
+        found.append((access(builder.gep(pointer, [index]), kind), block))
         builder.branch(end)
     builder.position_at_end(end)
+    return found
+
+
+@emitted("aii", types.int64)
+def code_at(builder: Any, codes: Any, index: Any, size: Any) -> Any:
+    """Number `index` of packed codes of `size` bytes; bits above are 0."""
+
+    def read(place: Any, kind: Any) -> Any:
+        number = builder.load(place)
+        return number if kind == I64 else builder.zext(number, I64)
+
+    found = _by_size(builder, codes, index, size, read)
     code = builder.phi(I64)
-    for number, block in zip(found, blocks.values(), strict=True):
+    for number, block in found:
         code.add_incoming(number, block)
     return code
 
@@ -353,19 +325,11 @@ def code_at(builder: Any, codes: Any, index: Any, size: Any) -> Any:
 @emitted("aiii")
 def store_code(builder: Any, codes: Any, index: Any, size: Any, code: Any) -> None:
     """The inverse of `code_at`."""
-    with_size = builder.append_basic_block("store.end")
-    blocks = {width: builder.append_basic_block(f"store.{width}") for width in (1, 2, 4, 8)}
-    choice = builder.switch(size, blocks[8])
-    for width, block in blocks.items():
-        if width < 8:
-            choice.add_case(integer(width), block)
-        builder.position_at_end(block)
-        kind = ir.IntType(8 * width)
-        pointer = builder.bitcast(codes, kind.as_pointer())
-        number = code if width == 8 else builder.trunc(code, kind)
-        builder.store(number, builder.gep(pointer, [index]), align=width)
-        builder.branch(with_size)
-    builder.position_at_end(with_size)
+
+    def write(place: Any, kind: Any) -> None:
+        builder.store(code if kind == I64 else builder.trunc(code, kind), place)
+
+    _by_size(builder, codes, index, size, write)
 
 
 @emitted("aiaii", types.int64)
@@ -373,13 +337,13 @@ def reached(builder: Any, x: Any, x0: Any, least: Any, l0: Any, count: Any) -> A
     """Bit r says whether number r of x is at least that of `least`."""
     code = cgutils.alloca_once(builder, I64)
     builder.store(integer(0), code)
-    full = builder.and_(count, integer(-_LANES_OF_CODES))
-    for lanes, start, stop in ((_LANES_OF_CODES, integer(0), full), (1, full, count)):
-        to = _Lanes(builder, lanes)
-        with steps(builder, start, stop, lanes) as r:
-            flags = builder.icmp_signed(">=", to.load(I32, x, x0, r), to.load(I32, least, l0, r))
-            bits = builder.zext(builder.bitcast(flags, ir.IntType(lanes)), I64)
-            builder.store(builder.or_(builder.load(code), builder.shl(bits, r)), code)
+
+    def step(to: _Lanes, r: Any) -> None:
+        flags = builder.icmp_signed(">=", to.load(I32, x, x0, r), to.load(I32, least, l0, r))
+        bits = builder.zext(builder.bitcast(flags, ir.IntType(to.lanes)), I64)
+        builder.store(builder.or_(builder.load(code), builder.shl(bits, r)), code)
+
+    _along(builder, count, step, 16, 8, 1)
     return builder.load(code)
 
 
