@@ -157,6 +157,8 @@ def onnxruntime(model: nn.Module, file: Path, images: Tensor) -> tuple[Run, str]
     options = runtime.SessionOptions()
     options.intra_op_num_threads = THREADS
     options.log_severity_level = 3
+    # Threads of the others must not keep waiting on the same cores.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     session = runtime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     inputs = {"images": images.numpy()}
     return lambda: session.run(None, inputs), ""

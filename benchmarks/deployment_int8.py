@@ -31,7 +31,7 @@ class Reader:
     """Calibration data as onnxruntime reads them."""
 
     def __init__(self, images: Tensor) -> None:
-        self._left = iter(images.split(1))
+        self._left = iter(torch.split(images, 1))
 
     def get_next(self) -> dict[str, Any] | None:
         images = next(self._left, None)

@@ -87,9 +87,8 @@ def int8_mosaic() -> Table:
     return [["attention", "fp32", "int8", "same answer", "resolves"], *rows]
 
 
-def _figures(name: str = "deployment") -> dict[str, Any]:
-    figures: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())["figures"]
-    return figures
+def _figures(name: str = "deployment") -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
 
 
 def _number(value: float | None) -> str:

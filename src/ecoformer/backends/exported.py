@@ -19,6 +19,9 @@ from ecoformer.backends.eager import Weights
 from ecoformer.backends.fused import FusedCall
 from ecoformer.backends.hashing import Functions, HashFunctions, Signs
 
+_TINY = 1e-30
+"""The smallest denominator where the call has no floor."""
+
 
 def exporting() -> bool:
     """Whether `torch.export`, or `torch.onnx.export` by means of it, records the model."""
@@ -42,10 +45,11 @@ def causal_product(a: Tensor, b: Tensor, c: Tensor, reverse: bool = False) -> Te
     return (products.triu() if reverse else products.tril()) @ c
 
 
-def attention(call: FusedCall) -> Tensor:
+def attention(call: FusedCall, value_scale: Tensor | None = None) -> Tensor:
     """What `fused.plain` computes, up to rounding; without gradients, and not in causal order.
 
-    A token that is NaN has a code of zeros, but NaN in `v` spreads as everywhere.
+    A token that is NaN has a code of zeros, but NaN in `v` spreads as everywhere. `value_scale` (H,) scales
+    the outputs of each head.
     """
     f_q = f_k = _features(call.q, call.functions, call)
     if not call.shared_codes:
@@ -60,19 +64,20 @@ def attention(call: FusedCall) -> Tensor:
         weight = torch.where(hidden, 0.0, 1.0 if weight is None else weight)
     sums = f_k.mT @ values
     counts = f_k.sum(dim=-2).unsqueeze(-1) if weight is None else f_k.mT @ weight
-    if call.scale is None or call.ratio is None or call.floor is None:
+    if call.scale is None or call.ratio is None:
         mix, floor, seen = _paper(call), None, counts[..., -1:, :]
     else:
         mix = mixing(call.scale, call.ratio, call.bits // call.groups)
         seen = counts[..., : mix.shape[-1], :].sum(dim=-2, keepdim=True)  # a key has one value in a group
-        floor = call.floor.view(-1, 1, 1) * seen
+        floor = None if call.floor is None else call.floor.view(-1, 1, 1) * seen
     if call.mask is not None:  # a query that sees no key reads zero
         floor = torch.where(seen == 0, 1.0, 0.0 if floor is None else floor)
     weights = Weights(mix, 0.0, None)
-    below = f_q @ weights.mixed(counts)
-    if floor is not None:
-        below = torch.maximum(below, floor)
-    return (f_q @ weights.mixed(sums) / below).to(call.v.dtype)
+    tables, below = weights.mixed(sums), f_q @ weights.mixed(counts)
+    below = below.clamp_min(_TINY) if floor is None else torch.maximum(below, floor)
+    if value_scale is not None:
+        tables = tables * value_scale.view(-1, 1, 1)
+    return (f_q @ tables / below).to(call.v.dtype)
 
 
 def _features(tokens: Tensor, functions: Functions, call: FusedCall) -> Tensor:

@@ -7,6 +7,7 @@ DequantizeLinear around standard operators (QDQ), which runtimes fuse to their i
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from typing_extensions import Self
 
 from ecoformer.attention.eco import KEY_WEIGHT_GAIN, LARGEST_EXPONENT, HashedAttention, SharpEcoAttention
 from ecoformer.backends.exported import attention as exported_attention
-from ecoformer.backends.exported import exporting, power_of_two
+from ecoformer.backends.exported import exporting
 from ecoformer.backends.fused import FusedCall, Signs
 from ecoformer.backends.integer import (
     LARGEST,
@@ -27,7 +28,6 @@ from ecoformer.backends.integer import (
     pack_signs,
 )
 from ecoformer.hashing import SignHasher
-from ecoformer.operations import Operations, Product
 
 LOWEST, HIGHEST = -128, 127
 
@@ -52,11 +52,14 @@ def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     return quantized(weight.detach().float(), rows), scale
 
 
-def dequantized(x: Tensor, grid: Grid) -> Tensor:
-    """x by way of int8, for an exported graph; as uint8, for which runtimes have the fastest kernels."""
-    decomposed = _decomposed()
-    numbers = (grid.scale, grid.zero - LOWEST, 0, HIGHEST - LOWEST, torch.uint8)
-    found: Tensor = decomposed.dequantize_per_tensor(decomposed.quantize_per_tensor(x, *numbers), *numbers)
+def dequantized(x: Tensor, grid: Grid, scale: float | None = None) -> Tensor:
+    """x by way of int8, for an exported graph; as uint8, for which runtimes have the fastest kernels.
+
+    `scale` is that of the result, if it is to be another than the grid's.
+    """
+    decomposed, rest = _decomposed(), (grid.zero - LOWEST, 0, HIGHEST - LOWEST, torch.uint8)
+    numbers = decomposed.quantize_per_tensor(x, grid.scale, *rest)
+    found: Tensor = decomposed.dequantize_per_tensor(numbers, scale or grid.scale, *rest)
     return found
 
 
@@ -145,22 +148,24 @@ class _Integer(_HasGrids):
         """What one unit of the sums stands for, by output channel."""
         return self.scale * self.input_scale
 
-    def _float_weight(self) -> Tensor:
-        """The weights in an exported graph."""
-        zeros = torch.zeros_like(self.scale, dtype=torch.int8)
-        found: Tensor = _decomposed().dequantize_per_channel(
-            self.weight, self.scale, zeros, 0, -LARGEST, LARGEST, torch.int8
-        )
-        return found
+    def _float_weight(self, channels: slice = slice(None), factor: Tensor | float = 1.0) -> Tensor:
+        """Weights in an exported graph, times a factor."""
+        return _by_channel(self.weight[channels], self.scale[channels] * factor)
 
-    def _float_bias(self) -> Tensor:
-        """The bias in an exported graph, where the input's zero is subtracted; int32 in the file."""
+    def _float_bias(self, channels: slice = slice(None), factor: Tensor | float = 1.0) -> Tensor:
+        """Biases in an exported graph, where the input's zero is subtracted; int32 in the file."""
         whole = self.bias + self.input_zero * self.weight.flatten(1).sum(dim=1, dtype=torch.int32)
-        zeros, ends = torch.zeros_like(whole), torch.iinfo(torch.int32)
-        found: Tensor = _decomposed().dequantize_per_channel(
-            whole, self.steps, zeros, 0, ends.min, ends.max, torch.int32
-        )
-        return found
+        return _by_channel(whole[channels], self.steps[channels] * factor)
+
+
+def _by_channel(numbers: Tensor, scale: Tensor) -> Tensor:
+    """Whole numbers times a scale for each of the first axis, as an exported graph says it."""
+    ends = torch.iinfo(numbers.dtype)
+    zeros = torch.zeros_like(scale, dtype=numbers.dtype)
+    found: Tensor = _decomposed().dequantize_per_channel(
+        numbers, scale, zeros, 0, ends.min, ends.max, numbers.dtype
+    )
+    return found
 
 
 class IntegerLinear(_Integer):
@@ -191,8 +196,11 @@ class IntegerLinear(_Integer):
     def exported(self, x: Tensor) -> Tensor:
         """The same for an exported graph."""
         rows = dequantized(x.flatten(0, -2), self._grids["input"])  # one product with a bias, if a matrix
-        out = F.linear(rows, self._float_weight(), self._float_bias())
-        return out.view(*x.shape[:-1], self.out_features)
+        return self.part(rows, slice(None)).view(*x.shape[:-1], self.out_features)
+
+    def part(self, rows: Tensor, channels: slice, factor: Tensor | float = 1.0) -> Tensor:
+        """Some channels of the output, times a factor, of dequantised rows in an exported graph."""
+        return F.linear(rows, self._float_weight(channels, factor), self._float_bias(channels, factor))
 
     def forward(self, x: Tensor) -> Tensor:
         """As `nn.Linear`."""
@@ -385,42 +393,41 @@ class IntegerAttention(_HasGrids, HashedAttention):
             found = numbers * self.output_scale
         return found.view(x.shape).to(x.dtype)
 
-    def _value_steps(self) -> Tensor:
-        return self.value_scale.repeat_interleave(self.head_dim)
-
     def _values(self, sums: Tensor) -> Tensor:
         """Values as int8, from -127 to 127."""
-        factor = self.projection.steps[-self.dim :] / self._value_steps()
+        factor = self.projection.steps[-self.dim :] / self.value_scale.repeat_interleave(self.head_dim)
         return torch.round(sums * factor).clamp(-LARGEST, LARGEST).to(torch.int8)
 
     def _exported(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """The same up to rounding, in floating point where runtimes have no integer operator."""
-        coded, exponents, values = torch.split(self.projection.exported(x), self.parts, dim=-1)
-        heads = torch.unflatten(coded, -1, (-1, self.num_heads, self.bits)).unbind(2)
-        q, k = (part.transpose(1, 2) for part in (heads[0], heads[-1]))
+        """The same up to rounding, in floating point where runtimes have no integer operator.
+
+        Parts of the projection are products of their own, and scales are folded into weights and tables, so
+        that nothing passes over all tokens only to be cut or scaled.
+        """
+        heads, half = self.num_heads, self.num_heads * self.bits
+        rows = dequantized(x.flatten(0, 1), self.projection._grids["input"])
+
+        def part(start: int, size: int, factor: Tensor | float = 1.0) -> Tensor:
+            return self.projection.part(rows, slice(start, start + size), factor)
+
+        q = self._heads(part(0, half), x)
+        k = self._heads(part(half, half), x) if self.separate else None
         weight = None
         if self.weighted:
-            exponent = LARGEST_EXPONENT * torch.tanh(exponents * (KEY_WEIGHT_GAIN / LARGEST_EXPONENT))
-            weight = power_of_two(exponent.round()).transpose(1, 2)
-        v = torch.round(values / self._value_steps()).clamp(-LARGEST, LARGEST)
-        v = torch.unflatten(v, -1, (self.num_heads, self.head_dim)).transpose(1, 2)
+            # Rounded to steps of 1/12, read as steps of log 2, which is the logarithm of 2^e.
+            exponent = torch.tanh(part(self.parts[0], heads, KEY_WEIGHT_GAIN / LARGEST_EXPONENT))
+            exponent = dequantized(exponent, Grid(1 / LARGEST_EXPONENT), math.log(2))
+            weight = self._heads(torch.exp(exponent), x).squeeze(-1)
+        steps = self.value_scale.repeat_interleave(self.head_dim)
+        v = self._heads(dequantized(part(sum(self.parts[:2]), self.dim, 1 / steps), Grid(1.0)), x)
         levels = self.levels.float() / (1 << LEVEL_BITS)
         scale, ratio = levels[..., 0], levels[..., 1] / levels[..., 0].clamp_min(1e-30)
-        floor = 2.0**-30 * scale.sum(dim=-1)
-        shared = None if not self.separate else k
-        tensors = (q, shared, v, key_padding_mask, weight, Signs(), None, scale, ratio, floor)
-        out = exported_attention(FusedCall(*tensors, 0.0, False))
-        out = out.transpose(1, 2).flatten(2) * self._value_steps()
+        tensors = (q, k, v, key_padding_mask, weight, Signs(), None, scale, ratio, None)
+        out = exported_attention(FusedCall(*tensors, 0.0, False), self.value_scale)
+        out = out.squeeze(1) if heads == 1 else out.transpose(1, 2).flatten(2)
         if isinstance(self.proj, IntegerLinear):
             return self.proj.exported(out)
         return dequantized(out, self._grids["output"])
-
-    def operations(self, batch: int, tokens: int) -> Operations | None:
-        """As `sharp_eco`, with the projections, which are not modules of their own here."""
-        attention = super().operations(batch, tokens)
-        columns = [*self.parts, self.dim if isinstance(self.proj, IntegerLinear) else 0]
-        projected = [Product(batch * tokens, self.dim, n, right="weight") for n in columns if n]
-        return None if attention is None else [*projected, *attention]
 
     def split_problem(self) -> str | None:
         """Tokens are not split over ranks in integer inference."""
