@@ -68,6 +68,20 @@ def test_convolutions_are_close(layer):
     assert report.layers[0].error < 1e-3
 
 
+def test_sums_are_exact_under_autocast_and_rows_may_have_any_shape():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 4, 3))
+    x = torch.randn(2, 8, 9, 9)
+    ecoformer.quantize(model, [x], progress=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = model(x)
+    assert torch.equal(mixed, model(x))
+    rows = nn.Sequential(nn.Linear(6, 5))
+    ecoformer.quantize(rows, [torch.randn(3, 4, 6)], progress=False)
+    one = torch.randn(6)
+    assert torch.equal(rows(one), rows(one.expand(2, 3, 6))[1, 2])
+
+
 def test_convolutions_with_other_padding_stay():
     model = nn.Sequential(nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect"), nn.Conv2d(1, 1, 1))
     report = ecoformer.quantize(model, [torch.randn(1, 1, 5, 5)], progress=False)

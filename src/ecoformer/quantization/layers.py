@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from typing_extensions import Self
 
 from ecoformer.attention.eco import KEY_WEIGHT_GAIN, LARGEST_EXPONENT, HashedAttention, SharpEcoAttention
+from ecoformer.backends.eager import full_precision
 from ecoformer.backends.exported import attention as exported_attention
 from ecoformer.backends.exported import exporting
 from ecoformer.backends.fused import FusedCall, Signs
@@ -78,7 +79,8 @@ def integer_conv2d(x: Tensor, weight: Tensor, stride: list[int], dilation: list[
     """
     fits = weight[0].numel() * 128 * 128 < 1 << 24
     dtype = torch.float32 if fits else torch.float64
-    out = F.conv2d(x.to(dtype), weight.to(dtype), stride=stride, dilation=dilation, groups=groups)
+    with full_precision(x.device):
+        out = F.conv2d(x.to(dtype), weight.to(dtype), stride=stride, dilation=dilation, groups=groups)
     return out.to(torch.int32)
 
 
@@ -183,7 +185,7 @@ class IntegerLinear(_Integer):
 
     def quantized(self, x: Tensor) -> Tensor:
         """int8 numbers (rows, in_features) of an input."""
-        return quantized(x, self.input_scale, self.input_zero).flatten(0, -2)
+        return quantized(x, self.input_scale, self.input_zero).reshape(-1, self.in_features)
 
     def sums(self, numbers: Tensor) -> Tensor:
         """int32 sums (rows, out_features) of int8 numbers (rows, in_features)."""

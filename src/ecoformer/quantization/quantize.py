@@ -162,11 +162,11 @@ def quantize(
     found = _candidates(model)
     before = _megabytes(model)
     with eval_mode(model), without_fast_path(), progress_bar(2 * len(batches), progress) as tick:
-        seen = _observe(model, found, batches, forward or run, lambda: tick("ranges"))
-        made, layers = _build(found, seen)
+        seen, causal = _observe(model, found, batches, forward or run, lambda: tick("ranges"))
+        made, layers = _build(found, seen, causal)
         errors = _measure(model, found, made, batches, forward or run, lambda: tick("errors"))
     for name, new in list(made.items()):
-        scale, (error, cut) = new_scale(new), errors[name]
+        scale, (error, cut) = _input_grid(new).scale, errors[name]
         why = f"its error would be {error:.2f}" if error > max_error else None
         layers[name] = QuantizedLayer(name, _kind(found[name]), scale, cut, error, why)
         if why is not None:
@@ -243,8 +243,8 @@ def _observe(
     batches: list[Any],
     forward: Forward,
     tick: Callable[[], None],
-) -> dict[str, dict[str, Observer]]:
-    """The ranges of every layer that the batches reach."""
+) -> tuple[dict[str, dict[str, Observer]], set[str]]:
+    """The ranges of every layer that the batches reach, and which layers attend in causal order."""
     seen: dict[str, dict[str, Observer]] = {}
     causal: set[str] = set()
 
@@ -273,17 +273,18 @@ def _observe(
             tick()
     if not batches:
         raise ValueError("batches is empty: quantisation needs some real data to find ranges")
-    return {name: ranges for name, ranges in seen.items() if name not in causal}
+    return seen, causal
 
 
 def _build(
-    found: Mapping[str, nn.Module], seen: Mapping[str, Mapping[str, Observer]]
+    found: Mapping[str, nn.Module], seen: Mapping[str, Mapping[str, Observer]], causal: set[str]
 ) -> tuple[dict[str, Integer], dict[str, QuantizedLayer]]:
     """Integer layers, and why others stay as they are."""
     made: dict[str, Integer] = {}
     layers: dict[str, QuantizedLayer] = {}
     for name, module in found.items():
-        why = None if name in seen else "no batch reached it, or it attends in causal order"
+        why = None if name in seen else "no batch reached it"
+        why = "it attends in causal order" if name in causal else why
         if why is None and isinstance(module, nn.Conv2d):
             plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
             why = None if plain else f"padding {module.padding_mode!r}, {module.padding!r}"
@@ -341,11 +342,6 @@ def _input_grid(layer: Integer) -> Grid:
     return holder._grids["input"]
 
 
-def new_scale(layer: Integer) -> float:
-    """The scale of a layer's input."""
-    return _input_grid(layer).scale
-
-
 def _first_reason(layers: Mapping[str, QuantizedLayer]) -> str:
     name, layer = next(iter(layers.items()))
     return f"{name}: {layer.why}"
@@ -398,7 +394,7 @@ def fake_quantized(
     }
     batches = batches if isinstance(batches, list) else list(batches)
     with torch.no_grad(), eval_mode(model), without_fast_path():
-        seen = _observe(model, linears, batches, forward or run, lambda: None)
+        seen, _ = _observe(model, linears, batches, forward or run, lambda: None)
 
     def linear(module: nn.Linear, grid: Grid, x: Tensor) -> Tensor:
         return F.linear(_faked(x, grid), _fake_weight(module.weight), module.bias)
