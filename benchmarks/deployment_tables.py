@@ -1,4 +1,4 @@
-"""Tables about exported models, from results/deployment.json and deployment_vit.json."""
+"""Tables about exported and quantised models."""
 
 from __future__ import annotations
 
@@ -78,12 +78,32 @@ def deployment_int8() -> Table:
     return [["ms (times as fast as native, int8)", *(f"{size} pixels" for size in head)], *rows]
 
 
+def cpu_integer() -> Table:
+    """The integer kernels against the fp32 kernel: elapsed time on two threads, and CPU time of one."""
+    head = ["batch, heads, tokens, channels", "fp32", "int8", "int8 with packing"]
+    times = ["times as fast", "with packing", "times as fast, CPU time", "with packing, CPU time"]
+    rows = []
+    for row in _figures("cpu_integer")["attention"]:
+        found = [row[how]["median"] for how in ("2 threads, elapsed", "1 thread, CPU time")]
+        shown = [f"{ms:.3g}" for ms in found[0]["ms"].values()]
+        shown += [f"{ratio:.1f}" for each in found for ratio in each["ratios"].values()]
+        rows.append([", ".join(map(str, row["shape"])), *shown])
+    return [[*head, *times], *rows]
+
+
 def int8_mosaic() -> Table:
-    """Accuracy in fp32 and int8."""
+    """Accuracy in fp32 and int8: the models of the demo."""
+    return _accuracies("int8_mosaic")
+
+
+def int8_cifar100() -> Table:
+    """Accuracy in fp32 and int8: photographs."""
+    return _accuracies("int8_cifar100")
+
+
+def _accuracies(name: str) -> Table:
     keys = ("fp32", "int8", "agree", "resolves")
-    rows = [
-        [row["attention"]["name"], *(f"{row[key]:.2%}" for key in keys)] for row in _figures("int8_mosaic")
-    ]
+    rows = [[row["attention"]["name"], *(f"{row[key]:.2%}" for key in keys)] for row in _figures(name)]
     return [["attention", "fp32", "int8", "same answer", "resolves"], *rows]
 
 
@@ -93,3 +113,15 @@ def _figures(name: str = "deployment") -> Any:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
+
+
+MAKERS = (
+    deployment_latency,
+    deployment_speed,
+    deployment_checks,
+    deployment_runtimes,
+    deployment_int8,
+    cpu_integer,
+    int8_mosaic,
+    int8_cifar100,
+)

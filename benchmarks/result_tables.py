@@ -33,6 +33,7 @@ DOCS = (
     "kernels_gpu",
     "hashing",
     "deployment",
+    "quantization",
 )
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS))
 Table = list[list[str]]
@@ -327,10 +328,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         *cost_tables.MAKERS,
         *gpu_tables.MAKERS,
         *readme_tables.MAKERS,
-        deployment_tables.deployment_latency,
-        deployment_tables.deployment_speed,
-        deployment_tables.deployment_checks,
-        deployment_tables.deployment_runtimes,
+        *deployment_tables.MAKERS,
     )
 } | hash_tables.MAKERS
 

@@ -24,7 +24,7 @@ from ecoformer.backends.cpu.problem import (
     padded,
     state_rows,
 )
-from ecoformer.backends.cpu.rows import combine_row, scale_row
+from ecoformer.backends.cpu.rows import clear_row, combine_row, scale_row
 from ecoformer.backends.cpu.sums import (
     add_to_buckets,
     clear,
@@ -69,8 +69,7 @@ def _prepare_group_flips(w: Worker, tally: int) -> None:
 @compiled
 def _prepare_columns(w: Worker, sums: int, tally: int) -> None:
     p, at, wide, wide_b = w.p, w.at, _padded(w.p.channels), _padded(w.p.bits)
-    for i in range(p.channels * wide_b):
-        w.memory[at.columns + i] = _ZERO
+    clear_row(w.memory, at.columns, p.channels * wide_b)
     for r in range(p.bits):
         w.memory[at.flips + r] = w.exact[tally + r]
         for c in range(p.channels):
@@ -120,8 +119,7 @@ def add_levels(w: Worker, code: int, bits: int, dots: float, weights: float) -> 
 def begin_gradients(w: Worker) -> None:
     """Clear what is summed over a part."""
     p, at = w.p, w.at
-    for i in range((p.samples if p.samples else p.dim) * _padded(p.bits)):
-        w.memory[at.weight_grads + i] = _ZERO
+    clear_row(w.memory, at.weight_grads, (p.samples if p.samples else p.dim) * _padded(p.bits))
     for i in range(2 * p.bits):
         w.exact[at.levels_grads + i] = 0.0
 
@@ -247,8 +245,7 @@ def _query_block(
 @inlined
 def no_bit_gradients(w: Worker, count: int) -> None:
     """Clear those of a block."""
-    for i in range(count * _padded(w.p.bits)):
-        w.memory[w.at.bit_grads + i] = _ZERO
+    clear_row(w.memory, w.at.bit_grads, count * _padded(w.p.bits))
 
 
 @inlined

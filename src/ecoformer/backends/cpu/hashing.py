@@ -11,7 +11,7 @@ import numpy as np
 
 from ecoformer.backends.cpu.compiler import compiled, inlined, int64
 from ecoformer.backends.cpu.problem import BLOCK, LANES, Worker, padded
-from ecoformer.backends.cpu.rows import inverse_lengths, kernel_row, scale_row
+from ecoformer.backends.cpu.rows import clear_row, inverse_lengths, kernel_row, scale_row
 from ecoformer.backends.cpu.vectors import (
     TILE,
     floats,
@@ -45,8 +45,7 @@ def _prepare(
     p, at, memory = w.p, w.at, w.memory
     m, b, dim = p.samples, p.bits, p.dim
     wide_m, wide_b = _padded(m), _padded(b)
-    for i in range(base + at.first, base + at.inverse):
-        memory[i] = _ZERO
+    clear_row(memory, base + at.first, at.inverse - at.first)
     weight = floats(to_weight)
     rows, to = (m, base + at.second) if m else (dim, base + at.first)
     for i in range(rows):

@@ -16,6 +16,7 @@ from ecoformer.backends.cpu.problem import Worker, padded
 from ecoformer.backends.cpu.rows import (
     add_row,
     blend_row,
+    clear_row,
     combine_row,
     kernel_grad_row,
     pass_row,
@@ -44,8 +45,7 @@ def _transpose(w: Worker, head: int, base: int, to_weight: int, to_support: int)
     rows = p.samples if p.samples else p.dim
     wide, wide_d = _padded(rows), _padded(p.dim)
     weight, support = floats(to_weight), floats(to_support)
-    for i in range(base + at.turned, base + at.support + p.samples * wide_d):
-        memory[i] = _ZERO
+    clear_row(memory, base + at.turned, at.support + p.samples * wide_d - at.turned)
     for r in range(p.bits):
         for i in range(rows):
             memory[base + at.turned + r * wide + i] = weight[(head * rows + i) * p.bits + r]

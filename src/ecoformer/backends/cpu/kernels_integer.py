@@ -27,13 +27,13 @@ from ecoformer.backends.cpu.problem import (
     digits,
     padded,
 )
+from ecoformer.backends.cpu.rows import clear_row
 from ecoformer.backends.cpu.rows_integer import (
     add_rows,
     add_to_word,
     add_values,
     add_words,
     bit_length,
-    clear_words,
     code_at,
     copy_words,
     divide,
@@ -172,8 +172,8 @@ def _heaviest(p: IntegerProblem, batch: int, head: int) -> Any:
 def _gather(w: IntegerWorker, batch: int, head: int, first: int, last: int) -> None:
     """Keys `first` to `last` to an empty state."""
     p, at = w.p, w.at
-    clear_words(w.memory, at.buckets, at.tables - at.buckets)
-    clear_words(w.memory, at.sums, at.wide - at.sums)
+    clear_row(w.memory, at.buckets, at.tables - at.buckets)
+    clear_row(w.memory, at.sums, at.wide - at.sums)
     peak = _heaviest(p, batch, head) if p.exponent else int64(0)
     for begin in range(first, last, BLOCK):
         _fill(w, batch, head, begin, min(begin + BLOCK, last), peak)
@@ -253,7 +253,7 @@ def _mix(w: IntegerWorker, to: int, sums: int, levels: int, wide: int) -> Any:
     p, at, memory = w.p, w.at, w.memory
     stride, planes = wide << p.group, at.planes
     copy_words(memory, planes, memory, sums, stride)
-    clear_words(memory, planes + stride, p.group * stride)
+    clear_row(memory, planes + stride, p.group * stride)
     for r in range(p.group):
         half = wide << r
         for d in range(r + 1, 0, -1):
@@ -335,7 +335,7 @@ def _run(job: int, first: int, last: int, w: IntegerWorker) -> None:
         group, piece = unit // p.pieces, unit % p.pieces
         head, batch = group // p.batch, group % p.batch
         if job == SCATTER:
-            clear_words(memory, at.sums, size)
+            clear_row(memory, at.sums, size)
             add_rows(memory, at.sums, states, group * p.pieces * size, p.pieces, size, size)
         else:
             _gather(w, batch, head, piece * p.keys // p.pieces, (piece + 1) * p.keys // p.pieces)

@@ -31,6 +31,22 @@ from ecoformer.backends.cpu.vectors import (
 Step = Callable[[Any, list[Any], list[Any]], list[Any]]
 
 
+def _clear(size: int) -> Any:
+    """A function that sets numbers of `size` bytes to zero; numba's own loops store them one by one."""
+
+    @emitted("aii")
+    def clear(builder: Any, y: Any, y0: Any, length: Any) -> None:
+        cgutils.memset(builder, builder.gep(y, [y0]), builder.mul(length, integer(size)), 0)
+
+    return clear
+
+
+clear_row = _clear(4)
+"""y = 0, of fp32 or int32 numbers."""
+clear_tallies = _clear(8)
+"""y = 0, of fp64 or int64 numbers."""
+
+
 def _on_rows(count: int, numbers: int, step: Step) -> Any:
     """A function of `count` rows and some numbers: what `step` makes of them is written to the first rows."""
 

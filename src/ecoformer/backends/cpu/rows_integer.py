@@ -106,12 +106,6 @@ def add_values(builder: Any, memory: Any, lists: Any, *numbers: Any) -> None:
                 add(one.load(I64, lists, places, first, g))
 
 
-@emitted("aii")
-def clear_words(builder: Any, y: Any, y0: Any, length: Any) -> None:
-    """y = 0."""
-    cgutils.memset(builder, builder.gep(y, [y0]), builder.mul(length, integer(4)), 0)
-
-
 @emitted("aiaii")
 def copy_words(builder: Any, y: Any, y0: Any, x: Any, x0: Any, length: Any) -> None:
     """y = x."""

@@ -19,6 +19,8 @@ from ecoformer.backends.cpu.problem import BLOCK, STRETCH, Problem, Worker, digi
 from ecoformer.backends.cpu.rows import (
     add_row,
     add_row_twice,
+    clear_row,
+    clear_tallies,
     fold_row,
     mix_rows,
     read_rows,
@@ -32,17 +34,14 @@ from ecoformer.backends.cpu.vectors import doubles, floats, octets
 _padded = inlined(padded)
 _digits = inlined(digits)
 _state_rows = inlined(state_rows)
-_ZERO = np.float32(0)
 
 
 @inlined
 def clear(w: Worker, sums: int, tally: int) -> None:
     """An empty state. After the tallies there is a number that says whether any key is NaN."""
     rows = _state_rows(w.p.bits, w.p.group)
-    for i in range(rows * _padded(w.p.channels)):
-        w.memory[sums + i] = _ZERO
-    for i in range(rows + 1):
-        w.exact[tally + i] = 0.0
+    clear_row(w.memory, sums, rows * _padded(w.p.channels))
+    clear_tallies(w.exact, tally, rows + 1)
 
 
 @inlined
@@ -85,10 +84,8 @@ def gather(w: Worker, batch: int, head: int, first: int, last: int, to: int) -> 
 @inlined
 def clear_buckets(w: Worker) -> None:
     """All buckets, and their counts."""
-    for i in range(w.at.buckets, w.at.tables):
-        w.memory[i] = _ZERO
-    for i in range(_digits(w.p.bits, w.p.digit) << w.p.digit):
-        w.exact[w.at.counts + i] = 0.0
+    clear_row(w.memory, w.at.buckets, w.at.tables - w.at.buckets)
+    clear_tallies(w.exact, w.at.counts, _digits(w.p.bits, w.p.digit) << w.p.digit)
 
 
 @inlined
@@ -226,8 +223,7 @@ def tabulate_bits(w: Worker) -> None:
         base = at.tables + (g << p.digit) * wide
         below = at.denominators + (g << p.digit)
         count = min(p.digit, p.bits - g * p.digit)
-        for i in range(wide):
-            memory[base + i] = _ZERO
+        clear_row(memory, base, wide)
         exact[below] = constant * exact[at.tallies + p.bits] if g == 0 else 0.0
         for r in range(count):
             bit = g * p.digit + r
