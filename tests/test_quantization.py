@@ -42,7 +42,7 @@ def test_linear_layer_by_hand():
         layer.bias.copy_(torch.tensor([0.5, -3.0]))
     new = IntegerLinear.like(layer)
     new.fill(layer.weight, layer.bias, Grid(0.1, 10))
-    assert new.weight.tolist() == [[127, -64, 0], [0, 0, 0]]  # -63.5 rounds to even
+    assert new.numbers.tolist() == [[127, -64, 0], [0, 0, 0]]  # -63.5 rounds to even
     x = torch.tensor([[0.14, -0.26, 100.0]])
     # On the grid 0.1, -0.3 and 11.7 (117 = 127 - 10 steps).
     expected = 0.01 * 127 * 0.1 + 0.01 * 64 * 0.3 + 0.5
@@ -133,7 +133,7 @@ def test_exponents_are_those_of_the_original():
         patch.setattr(ecoformer.quantization.layers, "integer_attention", listen)
         new((numbers / 16).unsqueeze(0))
         layer.key_weights.exponent.weight.copy_(
-            new.projection.weight[64:66] * new.projection.scale[64:66, None]
+            new.projection.numbers[64:66] * new.projection.scale[64:66, None]
         )
         expected = torch.log2(layer.key_weights((numbers / 16).unsqueeze(0)))
     # Sums within rounding of a change may fall on either side.
@@ -188,6 +188,26 @@ def test_saved_and_loaded(tmp_path):
         again = ecoformer.load(path, other)
         with torch.inference_mode():
             assert torch.equal(again(x), model(x))
+
+
+def test_transformers_refuses_int8_weights(tmp_path):
+    """They have the names of the original's; only the shapes tell."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    for mechanism in (None, "sharp_eco"):
+        torch.manual_seed(0)
+        model = transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes)).eval()
+        if mechanism is not None:
+            ecoformer.convert(model, mechanism)
+        ids = torch.arange(24).view(2, 12)
+        ecoformer.quantize(model, [{"input_ids": ids}], progress=False)
+        again = ecoformer.load(ecoformer.save(model, tmp_path / "int8.safetensors"))
+        with torch.inference_mode():
+            assert torch.equal(again(ids).last_hidden_state, model(ids).last_hidden_state)
+        folder = tmp_path / str(mechanism)
+        model.save_pretrained(folder)
+        with pytest.raises((RuntimeError, ValueError), match=r"mismatch|in the checkpoint"):
+            transformers.BertModel.from_pretrained(folder)
 
 
 def test_a_copied_and_a_loaded_state_dict_are_exported_alike():

@@ -133,7 +133,7 @@ def _is_quantised(found: Found) -> bool:
 
 
 def _convolution(call: Call, module: Any) -> Operations:
-    outputs, inputs, *kernel = module.weight.shape
+    outputs, inputs, *kernel = module.size if isinstance(module, IntegerConv2d) else module.weight.shape
     axes = len(kernel)
     convolution = Convolution(
         math.prod(call.output) // outputs // math.prod(call.output[-axes:]),

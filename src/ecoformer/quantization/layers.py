@@ -29,6 +29,7 @@ from ecoformer.backends.integer import (
     pack_signs,
 )
 from ecoformer.hashing import SignHasher
+from ecoformer.operations import Operations, Product
 
 LOWEST, HIGHEST = -128, 127
 
@@ -117,7 +118,11 @@ class _HasGrids(nn.Module):
 
 
 class _Integer(_HasGrids):
-    """int8 weights with a scale each, biases in units of the sums, and the grid of the input."""
+    """int8 weights with a scale each, biases in units of the sums, and the grid of the input.
+
+    `weight` has one more axis than the original's, so that nobody can load it as floating-point weights:
+    libraries compare names and shapes, but not dtypes.
+    """
 
     weight: Tensor
     scale: Tensor
@@ -128,7 +133,7 @@ class _Integer(_HasGrids):
     def _hold(self, size: tuple[int, ...], device: torch.device | None) -> None:
         _decomposed()
         new: Any = {"device": device}
-        self.register_buffer("weight", torch.zeros(size, dtype=torch.int8, **new))
+        self.register_buffer("weight", torch.zeros((*size, 1), dtype=torch.int8, **new))
         self.register_buffer("scale", torch.ones(size[0], **new))
         self.register_buffer("bias", torch.zeros(size[0], dtype=torch.int32, **new))
         self._add_grid("input", device)
@@ -136,14 +141,19 @@ class _Integer(_HasGrids):
     def fill(self, weight: Tensor, bias: Tensor | None, grid: Grid) -> None:
         """Take over a layer's weights, for inputs on this grid."""
         numbers, scale = quantized_weight(weight)
-        self.weight.copy_(numbers)
+        self.numbers.copy_(numbers)
         self.scale.copy_(scale)
         self.set_grid("input", grid)
-        offset = -grid.zero * self.weight.flatten(1).sum(dim=1, dtype=torch.int64)
+        offset = -grid.zero * self.numbers.flatten(1).sum(dim=1, dtype=torch.int64)
         if bias is not None:
             steps = bias.detach().double() / (self.scale.double() * grid.scale)
             offset = offset + steps.round().long()
         self.bias.copy_(offset.clamp(-(1 << 31), (1 << 31) - 1))
+
+    @property
+    def numbers(self) -> Tensor:
+        """The weights in the original's shape."""
+        return self.weight.squeeze(-1)
 
     @property
     def steps(self) -> Tensor:
@@ -152,11 +162,11 @@ class _Integer(_HasGrids):
 
     def _float_weight(self, channels: slice = slice(None), factor: Tensor | float = 1.0) -> Tensor:
         """Weights in an exported graph, times a factor."""
-        return _by_channel(self.weight[channels], self.scale[channels] * factor)
+        return _by_channel(self.numbers[channels], self.scale[channels] * factor)
 
     def _float_bias(self, channels: slice = slice(None), factor: Tensor | float = 1.0) -> Tensor:
         """Biases in an exported graph, where the input's zero is subtracted; int32 in the file."""
-        whole = self.bias + self.input_zero * self.weight.flatten(1).sum(dim=1, dtype=torch.int32)
+        whole = self.bias + self.input_zero * self.numbers.flatten(1).sum(dim=1, dtype=torch.int32)
         return _by_channel(whole[channels], self.steps[channels] * factor)
 
 
@@ -189,7 +199,7 @@ class IntegerLinear(_Integer):
 
     def sums(self, numbers: Tensor) -> Tensor:
         """int32 sums (rows, out_features) of int8 numbers (rows, in_features)."""
-        return integer_product(numbers, self.weight) + self.bias
+        return integer_product(numbers, self.numbers) + self.bias
 
     def of_numbers(self, numbers: Tensor) -> Tensor:
         """The output for int8 numbers (rows, in_features)."""
@@ -265,7 +275,7 @@ class IntegerConv2d(_Integer):
         if vertical or horizontal:
             around = numbers.new_zeros(()) + self.input_zero.to(torch.int8)
             numbers = _padded(numbers, vertical, horizontal, around)
-        sums = integer_conv2d(numbers, self.weight, list(self.stride), list(self.dilation), self.groups)
+        sums = integer_conv2d(numbers, self.numbers, list(self.stride), list(self.dilation), self.groups)
         sums = sums + self.bias.view(-1, 1, 1)
         requantized = quantized(sums * self.steps.view(-1, 1, 1), self.output_scale, self.output_zero)
         return ((requantized.float() - self.output_zero) * self.output_scale).to(x.dtype)
@@ -376,7 +386,7 @@ class IntegerAttention(_HasGrids, HashedAttention):
         if exporting():
             return self._exported(x, key_padding_mask)
         batch, tokens = x.shape[:2]
-        sums = integer_product(self.projection.quantized(x), self.projection.weight)
+        sums = integer_product(self.projection.quantized(x), self.projection.numbers)
         coded, exponents, values = torch.split(sums, self.parts, dim=-1)
         bias = torch.split(self.projection.bias, self.parts)
         codes = pack_signs(coded, -bias[0], self.bits).view(batch, tokens, -1, self.num_heads)
@@ -430,6 +440,13 @@ class IntegerAttention(_HasGrids, HashedAttention):
         if isinstance(self.proj, IntegerLinear):
             return self.proj.exported(out)
         return dequantized(out, self._grids["output"])
+
+    def operations(self, batch: int, tokens: int) -> Operations | None:
+        """As `sharp_eco`, with the projections, which are not modules of their own here."""
+        attention = super().operations(batch, tokens)
+        columns = [*self.parts, self.dim if isinstance(self.proj, IntegerLinear) else 0]
+        projected = [Product(batch * tokens, self.dim, n, right="weight") for n in columns if n]
+        return None if attention is None else [*projected, *attention]
 
     def split_problem(self) -> str | None:
         """Tokens are not split over ranks in integer inference."""
