@@ -115,6 +115,18 @@ def test_attention_is_close(settings, padding):
             assert torch.equal(forward(holder, other)[kept], forward(holder, x)[kept])
 
 
+@pytest.mark.parametrize("settings", [{"local": 3}, {"bits": 128}])
+def test_only_the_projections_of_other_attention_layers_compute_in_int8(settings):
+    torch.manual_seed(0)
+    layer = ecoformer.create_attention("sharp_eco", dim=32, num_heads=2, **settings).eval()
+    holder, x = nn.Sequential(layer), torch.randn(2, 50, 32)
+    with torch.inference_mode():
+        expected = holder(x)
+        report = ecoformer.quantize(holder, [x], progress=False)
+        assert {found.name for found in report.layers} == {"0.qk", "0.v", "0.proj", "0.key_weights.exponent"}
+        assert error(holder(x), expected) < 0.02
+
+
 def test_exponents_are_those_of_the_original():
     torch.manual_seed(0)
     layer = ecoformer.create_attention("sharp_eco", dim=16, num_heads=2).eval()

@@ -18,6 +18,7 @@ from ecoformer.backends.integer import LARGEST
 from ecoformer.conversion.convert import put, unwrapped
 from ecoformer.conversion.learning import relative_mse
 from ecoformer.hashing.fitting import Forward, check_batches, move, progress_bar, run
+from ecoformer.hashing.kernel import MAX_BITS
 from ecoformer.quantization.layers import (
     HIGHEST,
     LOWEST,
@@ -204,7 +205,7 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if name.startswith(closed) and closed:
             continue
-        if type(module) is SharpEcoAttention and module.local is None:
+        if type(module) is SharpEcoAttention and module.local is None and module.hasher.bits <= MAX_BITS:
             found[name] = module
             closed = (*closed, f"{name}.")
         elif isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
