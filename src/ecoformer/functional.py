@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ecoformer.affinity import Affinity, Bias
 from ecoformer.arguments import (
-    EXACT_WIDTHS,
     FLOATS,
     INTEGERS,
     check_attention,
@@ -317,13 +316,7 @@ def pack_codes(codes: Tensor) -> Tensor:
     traced = torch.compiler.is_compiling() or transforming()
     if not traced and not bool(((codes == 1) | (codes == -1)).all()):
         raise ValueError(f"codes {shape(codes)} must hold only +1 and -1 (NaN tokens hash to NaN)")
-    bits = codes.shape[-1]
-    # The top bit of an int64 is its sign: the sum wraps around to it, as two's complement requires.
-    weights = torch.ones(bits, dtype=torch.int64, device=codes.device) << torch.arange(
-        bits, device=codes.device
-    )
-    packed = ((codes > 0).to(torch.int64) * weights).sum(dim=-1)
-    return packed.to(EXACT_WIDTHS.get(bits, torch.int64))
+    return eager.pack(codes > 0)
 
 
 def unpack_codes(packed: Tensor, bits: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:

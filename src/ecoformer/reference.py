@@ -233,8 +233,6 @@ def recall(codes: Tensor, tokens: Tensor, l: int) -> Tensor:  # noqa: E741
 
 LEVEL_BITS = 24
 """The largest level of an integer affinity is 2^24."""
-MOST_TOKENS = 1 << 24
-"""Keys of integer attention: 127 * 2^24 is the largest sum that fits in 32 bits."""
 
 
 def integer_levels(scale: list[float], ratio: list[float], size: int) -> list[list[int]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ecoformer.affinity import FLOOR, Affinity, mixing
+from ecoformer.arguments import EXACT_WIDTHS
 
 _CHUNK = 64
 """Tokens of a causal block: in-block work grows with it, the number of stored states shrinks."""
@@ -72,6 +73,16 @@ def unpack(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     shifts = torch.arange(bits, device=packed.device)
     ones = (packed.to(torch.int64).unsqueeze(-1) >> shifts) & 1
     return (2 * ones - 1).to(dtype)
+
+
+def pack(ones: Tensor) -> Tensor:
+    """Bits (..., b), True or False, as one integer each (...): the inverse of `unpack`.
+
+    The top bit of an int64 is its sign: the sum wraps around to it, as two's complement requires.
+    """
+    bits = ones.shape[-1]
+    powers = torch.ones(bits, dtype=torch.int64, device=ones.device) << torch.arange(bits, device=ones.device)
+    return (ones.to(torch.int64) * powers).sum(dim=-1).to(EXACT_WIDTHS.get(bits, torch.int64))
 
 
 def features(codes: Tensor, affinity: Affinity, bits: int, v: Tensor) -> Tensor:

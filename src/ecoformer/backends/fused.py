@@ -49,7 +49,7 @@ _TENSORS = 16
 Grads = Sequence[Tensor | None]
 Needs = tuple[bool, ...]
 """Whether each of `DIFFERENTIABLE` needs a gradient."""
-_PLAIN = (Tensor, Parameter, NoneType)
+PLAIN = (Tensor, Parameter, NoneType)
 
 
 class CannotRun(RuntimeError):
@@ -231,7 +231,7 @@ def run(name: str, call: FusedCall, needs_grad: bool) -> Tensor:
     """Attention by the backend `name`, which has said that it can."""
     flat = call.flat()
     out: Tensor
-    if torch.compiler.is_compiling() or any(type(x) not in _PLAIN for x in flat[:_TENSORS]):
+    if torch.compiler.is_compiling() or any(type(x) not in PLAIN for x in flat[:_TENSORS]):
         out = eco_attention(*flat, name)[0]
     elif needs_grad:
         out = _Direct.apply(*flat, name)  # type: ignore[no-untyped-call]

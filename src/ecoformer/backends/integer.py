@@ -6,16 +6,15 @@ int32 and exact in any order, key weights are shifts, and a query takes one divi
 
 from __future__ import annotations
 
-from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from ecoformer.arguments import EXACT_WIDTHS, INTEGERS, shape
 from ecoformer.backends.choice import requested, warn_if_requested
-from ecoformer.backends.fused import CannotRun, empty_out, give_up, load, warn_once
+from ecoformer.backends.eager import pack
+from ecoformer.backends.fused import PLAIN, CannotRun, empty_out, give_up, load, warn_once
 
 LEVEL_BITS = 24
 """The largest level of an affinity is 2^24."""
@@ -98,12 +97,9 @@ def _check(name: str, x: Tensor, dtype: torch.dtype, sizes: tuple[int, ...], ndi
 
 
 def _traced(*tensors: Tensor | None) -> bool:
-    """Whether an operator is to stand in a graph or to be counted; a direct call costs less."""
+    """Whether to call the registered operator: while compiling or counting. Direct calls are cheaper."""
     watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    return watched or any(type(x) not in _PLAIN for x in tensors)
-
-
-_PLAIN = (Tensor, Parameter, NoneType)
+    return watched or any(type(x) not in PLAIN for x in tensors)
 
 
 def _attention(*given: Any) -> Tensor:
@@ -116,7 +112,7 @@ def _attention(*given: Any) -> Tensor:
 
 
 def _by_kernel(name: str, *given: Any) -> Tensor | None:
-    """What the function `name` of the requested backend finds; None where eager is to compute it."""
+    """Call `name` of the requested backend; None means that eager should compute it."""
     wanted = requested()
     if wanted == "eager":
         return None
@@ -189,9 +185,7 @@ def _empty_codes(sums: Tensor, bits: int) -> Tensor:
 
 def eager_packing(sums: Tensor, least: Tensor, bits: int) -> Tensor:
     """`pack_signs` in plain PyTorch."""
-    ones = (sums >= least).to(torch.int64).view(len(sums), -1, bits)
-    powers = torch.ones(bits, dtype=torch.int64, device=sums.device) << torch.arange(bits, device=sums.device)
-    return (ones * powers).sum(dim=-1).to(EXACT_WIDTHS.get(bits, torch.int64))
+    return pack((sums >= least).view(len(sums), -1, bits))
 
 
 @torch.library.custom_op(

@@ -273,8 +273,8 @@ class IntegerConv2d(_Integer):
             return dequantized(out, self._grids["output"])
         numbers = quantized(x, self.input_scale, self.input_zero)
         if vertical or horizontal:
-            around = numbers.new_zeros(()) + self.input_zero.to(torch.int8)
-            numbers = _padded(numbers, vertical, horizontal, around)
+            around = (horizontal, horizontal, vertical, vertical)
+            numbers = F.pad(numbers, around, value=self._grids["input"].zero)
         sums = integer_conv2d(numbers, self.numbers, list(self.stride), list(self.dilation), self.groups)
         sums = sums + self.bias.view(-1, 1, 1)
         requantized = quantized(sums * self.steps.view(-1, 1, 1), self.output_scale, self.output_zero)
@@ -283,15 +283,6 @@ class IntegerConv2d(_Integer):
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
         return f"size={self.size}, stride={self.stride}, padding={self.padding}, groups={self.groups}"
-
-
-def _padded(x: Tensor, vertical: int, horizontal: int, value: Tensor) -> Tensor:
-    """Images with a border of one value, which is a tensor."""
-    batch, channels, height, width = x.shape
-    size = (batch, channels, height + 2 * vertical, width + 2 * horizontal)
-    out = value.expand(size).clone()
-    out[:, :, vertical : vertical + height, horizontal : horizontal + width] = x
-    return out
 
 
 class IntegerAttention(_HasGrids, HashedAttention):

@@ -230,7 +230,7 @@ def _like(module: Any) -> Integer:
     return made
 
 
-def _watched(name: str, module: Any) -> dict[str, tuple[nn.Module, str]]:
+def _watched(module: Any) -> dict[str, tuple[nn.Module, str]]:
     """Whose inputs or outputs a layer's grids are chosen by."""
     if isinstance(module, SharpEcoAttention):
         return {"input": (module, "input"), "values": (module.v, "output"), "output": (module.proj, "input")}
@@ -250,7 +250,7 @@ def _observe(
     causal: set[str] = set()
 
     def watch(name: str, what: str, side: str, module: Any, args: Any, kwargs: Any, out: Any = None) -> None:
-        x = (args[0] if args else next(iter(kwargs.values()))) if side == "input" else out
+        x = _input(args, kwargs) if side == "input" else out
         owner: Any = found[name]
         heads = owner.num_heads if what == "values" else None
         try:
@@ -262,16 +262,13 @@ def _observe(
 
     with ExitStack() as stack:
         for name, module in found.items():
-            for what, (owner, side) in _watched(name, module).items():
+            for what, (owner, side) in _watched(module).items():
                 hook: Any = partial(watch, name, what, side)
                 register: Any = (
                     owner.register_forward_pre_hook if side == "input" else owner.register_forward_hook
                 )
                 stack.callback(register(hook, with_kwargs=True).remove)
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        for batch in batches:
-            forward(model, move(batch, device))
-            tick()
+        _run_all(model, batches, forward, tick)
     if not batches:
         raise ValueError("batches is empty: quantisation needs some real data to find ranges")
     return seen, causal
@@ -318,7 +315,7 @@ def _measure(
     cut: dict[str, list[float]] = {name: [] for name in made}
 
     def compare(name: str, module: nn.Module, args: Any, kwargs: Any, out: Tensor) -> None:
-        x, grid = args[0] if args else next(iter(kwargs.values())), _input_grid(made[name])
+        x, grid = _input(args, kwargs), _input_grid(made[name])
         low, high = ((end - grid.zero) * grid.scale for end in (LOWEST - 0.5, HIGHEST + 0.5))
         cut[name].append(float(((x < low) | (x > high)).float().mean()))
         errors[name].append(float(relative_mse(made[name](*args, **kwargs), out)))
@@ -327,11 +324,20 @@ def _measure(
         for name in made:
             hook: Any = partial(compare, name)
             stack.callback(found[name].register_forward_hook(hook, with_kwargs=True).remove)
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        for batch in batches:
-            forward(model, move(batch, device))
-            tick()
+        _run_all(model, batches, forward, tick)
     return {name: (_mean(errors[name]), _mean(cut[name])) for name in made}
+
+
+def _input(args: Any, kwargs: Any) -> Any:
+    """The first argument of a layer, by position or by name."""
+    return args[0] if args else next(iter(kwargs.values()))
+
+
+def _run_all(model: nn.Module, batches: list[Any], forward: Forward, tick: Callable[[], None]) -> None:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    for batch in batches:
+        forward(model, move(batch, device))
+        tick()
 
 
 def _mean(numbers: list[float]) -> float:
@@ -354,7 +360,7 @@ def _megabytes(model: nn.Module) -> float:
 
 
 class _OnGrid(torch.autograd.Function):
-    """Numbers of a grid, whose gradient is that of the numbers before, and zero where they are cut off."""
+    """Rounds to a grid; the gradient is straight-through, and zero where numbers are cut off."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | float, zero: int) -> Tensor:
