@@ -38,7 +38,7 @@ def gains() -> Table:
 
 def accuracies() -> Table:
     """Accuracy after equal training; the mean over seeds, and how many."""
-    images = _by_mechanism([row for row in _figures("cifar100_sharp")["rows"] if row["seed"] == 0])
+    images = _by_mechanism(_figures("cifar100_sharp")["rows"])
     reviews = _by_mechanism(_figures("imdb_sharp")["rows"])
     lists = _by_mechanism(_figures("listops_sharp")["rows"])
     blunt = {row["label"]: row["accuracy"] for row in _figures("listops")["rows"]}
