@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--projection-lr", type=float, default=3e-3)
     parser.add_argument("--steps", type=int, default=600, help="steps of distillation")
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=4e-4)
     parser.add_argument("--layers", type=float, default=0.0, help="weight of the layers in distillation")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS))

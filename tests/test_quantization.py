@@ -300,6 +300,17 @@ def test_fake_quantisation_rounds_as_int8_does_and_learns():
     assert torch.equal(model(x), plain)  # nothing is left behind
 
 
+def test_fake_quantisation_leaves_what_quantize_leaves():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True)
+    model = nn.Sequential(layer, nn.Linear(8, 3))
+    x = torch.randn(2, 5, 8)
+    hidden = layer(x)
+    with ecoformer.fake_quantized(model, [x]):
+        assert torch.equal(layer(x), hidden)
+        assert not torch.equal(model[1](hidden), nn.functional.linear(hidden, *model[1].parameters()))
+
+
 def test_training_with_fake_quantisation_makes_int8_better():
     """Two bits' worth of noise cannot be undone, but what rounding shifts in a layer can be learned."""
     torch.manual_seed(0)

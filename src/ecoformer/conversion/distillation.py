@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ecoformer.arguments import shape
+from ecoformer.attention import Attention
 from ecoformer.conversion.learning import (
     LayerPairs,
     check_models,
@@ -21,6 +22,7 @@ from ecoformer.conversion.learning import (
     course,
     layer_pairs,
     learn,
+    parameter_groups,
     relative_mse,
     without_padding,
 )
@@ -31,6 +33,9 @@ from ecoformer.running import eval_mode, without_fast_path
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 Loss = Literal["mse", "kl", "cosine"] | LossFunction
 Output = Callable[[Any, Any], Tensor]
+
+CODE_RATE = 100
+"""The rate of `sharp_eco`'s hyperplanes, relative to the size of their weights, is so many times `lr`."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,8 @@ def distill(
         batches: tensors, (inputs, ...) tuples or keyword mappings, such as a data loader yields; read again
             from the start until all steps are made.
         steps: how many batches to learn from.
-        lr: highest learning rate.
+        lr: highest learning rate; that of `sharp_eco`'s hyperplanes is a hundred times as high, relative to
+            the size of their weights.
         loss: of the outputs: "mse" relative to the teacher's mean square, "kl" for logits, "cosine" for
             embeddings, or a function of the student's and the teacher's output.
         layers: weight of a second loss, on the attention outputs of each converted layer.
@@ -96,8 +102,9 @@ def distill(
     _check_ranks(student, group)
     check_models(student, teacher)
     pairs = layer_pairs(student, teacher) if layers else {}
-    parameters: list[Tensor] = [p for p in student.parameters() if p.requires_grad]
-    if not parameters:
+    sharp = [m for m in student.modules() if isinstance(m, Attention) and m.projects_to_codes]
+    groups = parameter_groups([student], sharp, CODE_RATE * lr, lr)
+    if not groups:
         raise ValueError(f"every parameter of the student ({type(student).__name__}) is frozen")
     if isinstance(loss, str) and loss not in _LOSSES:
         raise ValueError(f"loss must be one of {', '.join(_LOSSES)} or a function, got {loss!r}")
@@ -118,7 +125,7 @@ def distill(
             of_layers.append(float(local.detach()))
         return total.detach(), f"distilling, loss {outputs[-1]:.4g}"
 
-    optimiser = torch.optim.AdamW(parameters, lr=lr, weight_decay=0)
+    optimiser = torch.optim.AdamW(groups, weight_decay=0)
     with eval_mode(student, teacher):
         learn(optimiser, batches, steps, backward, progress=progress)
     return Distillation(tuple(outputs), tuple(of_layers))

@@ -49,6 +49,32 @@ def layer_pairs(student: nn.Module, teacher: nn.Module) -> LayerPairs:
     return {name: (student.get_submodule(name), modules[name]) for name in outermost}
 
 
+def parameter_groups(
+    layers: list[nn.Module], attentions: Iterable[nn.Module], code_lr: float, lr: float
+) -> list[dict[str, Any]]:
+    """The parameters of layers, for an optimiser; `code_lr` is for codes and affinities of `attentions`.
+
+    The rate of hyperplanes is relative to the size of their weights in each layer.
+    """
+    groups: list[dict[str, Any]] = []
+    sharp: list[Tensor] = []
+    for attention in attentions:
+        if getattr(attention, "projects_to_codes", False) and (planes := _trainable([attention.qk])):
+            size = float(planes[0].detach().float().square().mean().sqrt())
+            groups.append({"params": planes, "lr": code_lr * size})
+        parts = [getattr(attention, part, None) for part in ("hasher", "affinity")]
+        sharp += _trainable([part for part in parts if part is not None])
+    taken = {id(p) for p in (*sharp, *(p for group in groups for p in group["params"]))}
+    rest = [p for p in _trainable(layers) if id(p) not in taken]
+    more = [{"params": sharp, "lr": code_lr}, {"params": rest, "lr": lr}]
+    return groups + [group for group in more if group["params"]]
+
+
+def _trainable(modules: list[Any]) -> list[Tensor]:
+    """Parameters that are not frozen, each once."""
+    return list(dict.fromkeys(p for m in modules for p in m.parameters() if p.requires_grad))
+
+
 def learn(
     optimiser: torch.optim.Optimizer,
     batches: Iterable[Any],

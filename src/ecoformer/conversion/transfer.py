@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ecoformer.arguments import shape
-from ecoformer.attention import Attention
 from ecoformer.conversion.convert import unwrapped
 from ecoformer.conversion.layers import mechanism_in
 from ecoformer.conversion.learning import (
@@ -22,6 +21,7 @@ from ecoformer.conversion.learning import (
     course,
     layer_pairs,
     learn,
+    parameter_groups,
     relative_mse,
     without_padding,
 )
@@ -99,7 +99,8 @@ def transfer(
     if ranks is not None:  # before rates are set by the size of weights
         for tensor in (*student.parameters(), *student.buffers()):
             dist.broadcast(tensor.detach(), group=ranks, group_src=0)
-    groups = _parameter_groups([pair[0] for pair in pairs.values()], lr, projection_lr)
+    layers = [layer for layer, _ in pairs.values()]
+    groups = parameter_groups(layers, map(mechanism_in, layers), lr, projection_lr)
     parameters = [parameter for each in groups for parameter in each["params"]]
     if not parameters:
         raise ValueError(f"every parameter of the student's layers ({type(student).__name__}) is frozen")
@@ -125,29 +126,6 @@ def transfer(
     with eval_mode(student, teacher), without_fast_path():
         learn(optimiser, batches, steps, backward, progress=progress)
     return Transfer({name: tuple(values) for name, values in losses.items()})
-
-
-def _parameter_groups(layers: list[nn.Module], lr: float, projection_lr: float) -> list[dict[str, Any]]:
-    """Parameters by learning rate; that of hyperplanes is relative to their size in each layer."""
-    groups: list[dict[str, Any]] = []
-    sharp: list[Tensor] = []
-    rest: list[Tensor] = []
-    for layer in layers:
-        attention = mechanism_in(layer)
-        planes: list[Tensor] = []
-        if isinstance(attention, Attention):
-            if attention.projects_to_codes:
-                planes = [p for p in attention.qk.parameters() if p.requires_grad]
-            for part in ("hasher", "affinity"):
-                module = getattr(attention, part, None)
-                sharp += [p for p in module.parameters() if p.requires_grad] if module is not None else []
-        if planes:
-            size = float(planes[0].detach().float().square().mean().sqrt())
-            groups.append({"params": planes, "lr": lr * size})
-        taken = {id(p) for p in (*planes, *sharp)}
-        rest += [p for p in layer.parameters() if p.requires_grad and id(p) not in taken]
-    more = [{"params": sharp, "lr": lr}, {"params": rest, "lr": projection_lr}]
-    return groups + [each for each in more if each["params"]]
 
 
 def _average(tensor: Tensor, group: dist.ProcessGroup) -> None:

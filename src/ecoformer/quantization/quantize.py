@@ -397,7 +397,10 @@ def fake_quantized(
     model = unwrapped(model)
     check_batches(batches)
     linears = {
-        name: module for name, module in model.named_modules() if type(module) in (nn.Linear, nn.Conv2d)
+        inner: module
+        for name, layer in _candidates(model).items()
+        for inner, module in layer.named_modules(prefix=name)
+        if type(module) in (nn.Linear, nn.Conv2d)
     }
     batches = batches if isinstance(batches, list) else list(batches)
     with torch.no_grad(), eval_mode(model), without_fast_path():
