@@ -96,6 +96,29 @@ def test_planes_learn_relative_to_their_size():
         assert losses == pytest.approx(found[1][name], rel=1e-3)
 
 
+def test_planes_learn_in_the_space_of_the_original_queries_and_keys():
+    """With projections that stay, all steps are combinations of the original's rows, head by head."""
+    student, teacher = pair("sharp_eco")
+    layers = [layer.self_attn.attention for layer in student.encoder.layers]
+    qk = layers[0].qk
+    weight = qk.weight
+    qk.weight.data[0, 0] += 0.1  # which no combination of rows gives
+    start = qk.weight.detach().clone()
+    transfer(student, teacher, BATCHES, steps=1, lr=0.0, projection_lr=0.0, **QUIET)
+    assert qk.weight is weight
+    assert type(qk) is nn.Linear
+    assert weight.requires_grad
+    assert torch.equal(weight, start)  # to the bit
+    transfer(student, teacher, BATCHES, steps=20, lr=1e-2, projection_lr=0.0, **QUIET)
+    originals = teacher.encoder.layers[0].self_attn.in_proj_weight.detach()[: 2 * DIM]
+    heads = layers[0].num_heads
+    steps = (weight.detach() - start).view(2, heads, -1, DIM)
+    rows = originals.view(2, heads, -1, DIM)
+    outside = steps - steps @ torch.linalg.pinv(rows) @ rows
+    assert steps.norm() > 0.01 * start.norm()
+    assert outside.norm() < 1e-4 * steps.norm()
+
+
 def test_layers_learn_inside_autocast():
     """Autocast keeps weights in low precision until its context ends, here longer than one step."""
     student, teacher = pair("sharp_eco")

@@ -81,7 +81,7 @@ def find_layers(model: nn.Module) -> list[Found]:
     for name, module in model.named_modules():
         if name.startswith(inside):
             continue
-        layer = _examine(name, module)
+        layer = examine(name, module)
         if module in crossing:
             layer = Found(name, module, refusal="it attends to another sequence")
         if layer is not None:
@@ -94,7 +94,8 @@ def find_layers(model: nn.Module) -> list[Found]:
     return [f for f in found if f.known or f.name not in outer]
 
 
-def _examine(name: str, module: nn.Module) -> Found | None:
+def examine(name: str, module: nn.Module) -> Found | None:
+    """What is known of a module, None if it is no attention layer."""
     if isinstance(module, (Adapter, Attention)):
         rule, ours = (module.rule, module.attention) if isinstance(module, Adapter) else (None, module)
         try:

@@ -5,19 +5,31 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from ecoformer.attention import Attention
+from ecoformer.backends.hashing import scaled
 from ecoformer.conversion.convert import unwrapped
+from ecoformer.conversion.layers import examine, mechanism_in
 from ecoformer.conversion.rules import Adapter
 from ecoformer.hashing.fitting import check_batches, move, progress_bar
 
 LayerPairs = dict[str, tuple[nn.Module, nn.Module]]
+
+AFFINITY_RATE = 0.1
+"""The rate of beta and omega, as a share of that of hyperplanes."""
+WINDOW = 0.7
+"""In `transfer`, gradients reach projections of up to this times their root mean square.
+
+The usual 1 is better for models that learn from scratch, which start slowly with less.
+"""
 
 
 def check_models(student: nn.Module, teacher: nn.Module) -> None:
@@ -49,6 +61,74 @@ def layer_pairs(student: nn.Module, teacher: nn.Module) -> LayerPairs:
     return {name: (student.get_submodule(name), modules[name]) for name in outermost}
 
 
+class PlanesOnProjections(nn.Module):
+    """A parametrisation: hyperplanes lie in the space of a model's queries and keys, which move slowly.
+
+    The weight starts as it is. Its steps are those of `planes @ projection`, head by head: directions in which
+    no query or key differs are not worth learning, and without this most of a weight's directions are such.
+    """
+
+    def __init__(self, weight: Tensor, projections: Tensor) -> None:
+        super().__init__()
+        wide = projections.detach().float()
+        planes = weight.detach().float().view(*wide.shape[:-2], -1, wide.shape[-1]) @ torch.linalg.pinv(wide)
+        self.size = float(planes.square().mean().sqrt()) or 1.0
+        self.planes = nn.Parameter((planes / self.size).to(weight))
+        self.projections = nn.Parameter(projections.detach().clone())
+        self.start = self.product().detach()
+
+    def product(self) -> Tensor:
+        """The planes' own part of the weight."""
+        return self.size * (self.planes @ self.projections).flatten(0, -2)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The weight that codes are made with."""
+        return weight + (self.product() - self.start)
+
+
+class _Narrowed(torch.autograd.Function):
+    """Projections (..., b) as they are; the gradient is zero where they are large, see `WINDOW`."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grads[0] * (scaled(y.float()).abs() <= WINDOW)
+
+
+def _narrowed(bits: int, qk: nn.Module, args: Any, out: Tensor) -> Tensor:
+    """A forward hook of `qk`."""
+    found: Tensor = _Narrowed.apply(out.unflatten(-1, (-1, bits)))  # type: ignore[no-untyped-call]
+    return found.flatten(-2)
+
+
+@contextmanager
+def planes_on_projections(pairs: LayerPairs) -> Iterator[None]:
+    """In the block, the hyperplanes of `sharp_eco` learn in the space of the originals' queries and keys."""
+    with ExitStack() as after:
+        for layer, original in pairs.values():
+            attention: Any = mechanism_in(layer)
+            found = examine("", original)
+            source = None if found is None else found.source
+            if source is None or not getattr(attention, "projects_to_codes", False):
+                continue
+            qk, heads = attention.qk, attention.num_heads
+            fits = source.num_heads == heads and source.dim == qk.in_features and qk.weight.requires_grad
+            if fits and not parametrize.is_parametrized(qk):
+                parts = [source.q, source.k][: 2 if attention.separate else 1]
+                projections = torch.stack(parts).view(len(parts), heads, -1, source.dim).to(qk.weight)
+                parametrize.register_parametrization(qk, "weight", PlanesOnProjections(qk.weight, projections))
+                after.callback(parametrize.remove_parametrizations, qk, "weight")
+                weight = qk.parametrizations.weight.original
+                after.callback(weight.requires_grad_(False).requires_grad_, True)
+                after.callback(qk.register_forward_hook(partial(_narrowed, attention.hasher.bits)).remove)
+        yield
+
+
 def parameter_groups(
     layers: list[nn.Module], attentions: Iterable[nn.Module], code_lr: float, lr: float
 ) -> list[dict[str, Any]]:
@@ -57,17 +137,19 @@ def parameter_groups(
     The rate of hyperplanes is relative to the size of their weights in each layer.
     """
     groups: list[dict[str, Any]] = []
-    sharp: list[Tensor] = []
     for attention in attentions:
-        if getattr(attention, "projects_to_codes", False) and (planes := _trainable([attention.qk])):
-            size = float(planes[0].detach().float().square().mean().sqrt())
-            groups.append({"params": planes, "lr": code_lr * size})
-        parts = [getattr(attention, part, None) for part in ("hasher", "affinity")]
-        sharp += _trainable([part for part in parts if part is not None])
-    taken = {id(p) for p in (*sharp, *(p for group in groups for p in group["params"]))}
-    rest = [p for p in _trainable(layers) if id(p) not in taken]
-    more = [{"params": sharp, "lr": code_lr}, {"params": rest, "lr": lr}]
-    return groups + [group for group in more if group["params"]]
+        if getattr(attention, "projects_to_codes", False):
+            for name, parameter in attention.qk.named_parameters():
+                if parameter.requires_grad and not name.endswith("projections"):
+                    sized = parameter if parameter.ndim > 1 else attention.qk.weight
+                    size = float(sized.detach().float().square().mean().sqrt())
+                    groups.append({"params": [parameter], "lr": code_lr * size})
+        for part, rate in (("hasher", code_lr), ("affinity", AFFINITY_RATE * code_lr)):
+            if (module := getattr(attention, part, None)) is not None:
+                groups.append({"params": _trainable([module]), "lr": rate})
+    taken = {id(p) for group in groups for p in group["params"]}
+    groups.append({"params": [p for p in _trainable(layers) if id(p) not in taken], "lr": lr})
+    return [group for group in groups if group["params"]]
 
 
 def _trainable(modules: list[Any]) -> list[Tensor]:

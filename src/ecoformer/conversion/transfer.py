@@ -22,6 +22,7 @@ from ecoformer.conversion.learning import (
     layer_pairs,
     learn,
     parameter_groups,
+    planes_on_projections,
     relative_mse,
     without_padding,
 )
@@ -99,11 +100,6 @@ def transfer(
     if ranks is not None:  # before rates are set by the size of weights
         for tensor in (*student.parameters(), *student.buffers()):
             dist.broadcast(tensor.detach(), group=ranks, group_src=0)
-    layers = [layer for layer, _ in pairs.values()]
-    groups = parameter_groups(layers, map(mechanism_in, layers), lr, projection_lr)
-    parameters = [parameter for each in groups for parameter in each["params"]]
-    if not parameters:
-        raise ValueError(f"every parameter of the student's layers ({type(student).__name__}) is frozen")
     losses: dict[str, list[float]] = {name: [] for name in pairs}
 
     def backward(batch: Any, step: int) -> tuple[Tensor, str]:
@@ -122,8 +118,13 @@ def transfer(
         total = values.mean()
         return total, f"transfer, loss {float(total):.3g}, largest {losses[worst][-1]:.3g} in {worst}"
 
-    optimiser = torch.optim.AdamW(groups, weight_decay=0)
-    with eval_mode(student, teacher), without_fast_path():
+    layers = [layer for layer, _ in pairs.values()]
+    with eval_mode(student, teacher), without_fast_path(), planes_on_projections(pairs):
+        groups = parameter_groups(layers, map(mechanism_in, layers), lr, projection_lr)
+        parameters = [parameter for each in groups for parameter in each["params"]]
+        if not parameters:
+            raise ValueError(f"every parameter of the student's layers ({type(student).__name__}) is frozen")
+        optimiser = torch.optim.AdamW(groups, weight_decay=0)
         learn(optimiser, batches, steps, backward, progress=progress)
     return Transfer({name: tuple(values) for name, values in losses.items()})
 
