@@ -33,7 +33,9 @@ import ecoformer
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "sharp_eco": {"mechanism": "sharp_eco"},
+    "sharp_eco, local=7": {"mechanism": "sharp_eco", "local": 7},
     "sharp_eco, 64 bits": {"mechanism": "sharp_eco", "bits": 64},
+    "sharp_eco, 64 bits, local=7": {"mechanism": "sharp_eco", "bits": 64, "local": 7},
     "eco": {"mechanism": "eco"},
     "eco, local=7": {"mechanism": "eco", "local": 7},
     "lsh_eco, local=7": {"mechanism": "lsh_eco", "local": 7, "seed": 0},
@@ -174,7 +176,7 @@ def main() -> None:
     parser.add_argument("--test", help="sentences to compare on, one a line")
     parser.add_argument("--count", type=int, default=1000, help="how many test sentences")
     parser.add_argument("--transfer", type=int, default=600, help="steps of attention transfer; 0: none")
-    parser.add_argument("--transfer-lr", type=float, default=1e-1)
+    parser.add_argument("--transfer-lr", type=float, default=2e-1)
     parser.add_argument("--projection-lr", type=float, default=3e-3)
     parser.add_argument("--steps", type=int, default=600, help="steps of distillation")
     parser.add_argument("--batch", type=int, default=128)

@@ -12,6 +12,7 @@ from torch import nn
 import ecoformer
 from ecoformer import Transfer, convert, transfer
 from ecoformer.accounting.planning import Choice, _within_energy
+from ecoformer.conversion.learning import WINDOW, _narrowed
 
 
 @pytest.mark.parametrize("mechanism", ["sharp_eco", "lsh_eco", "performer"])
@@ -271,3 +272,15 @@ def test_choices_within_an_energy():
     for wrong in ({}, {"loss": 1.0, "energy": 1.0}, {"loss": -1.0}, {"loss": 1.0, "candidates": []}):
         with pytest.raises(ValueError, match=r"loss|candidates"):
             ecoformer.allocate(Classifier(), BATCHES, (1, N, DIM), **wrong)
+
+
+def test_gradients_reach_only_planes_that_a_token_is_close_to():
+    """Projections beyond `WINDOW` times their root mean square keep their bits; values do not change."""
+    y = torch.tensor([[[0.1, -0.6, 0.8, -3.0, 0.5, 1.0, -0.2, 0.7]]], requires_grad=True)
+    out = _narrowed(4, nn.Identity(), (), y)
+    out.backward(torch.ones_like(out))
+    limits = WINDOW * y.detach().view(1, 1, 2, 4).square().mean(-1, keepdim=True).sqrt()
+    near = (y.detach().view(1, 1, 2, 4).abs() <= limits).flatten(-2)
+    assert torch.equal(out, y)
+    assert torch.equal(y.grad, near.float())
+    assert 0 < near.sum() < near.numel()

@@ -23,8 +23,8 @@ from ecoformer.hashing.fitting import check_batches, move, progress_bar
 
 LayerPairs = dict[str, tuple[nn.Module, nn.Module]]
 
-AFFINITY_RATE = 0.1
-"""The rate of beta and omega, as a share of that of hyperplanes."""
+SMALL_RATE = 0.1
+"""The rate of affinities and local branches, as a share of that of hyperplanes."""
 WINDOW = 0.7
 """In `transfer`, gradients reach projections of up to this times their root mean square.
 
@@ -121,7 +121,9 @@ def planes_on_projections(pairs: LayerPairs) -> Iterator[None]:
             if fits and not parametrize.is_parametrized(qk):
                 parts = [source.q, source.k][: 2 if attention.separate else 1]
                 projections = torch.stack(parts).view(len(parts), heads, -1, source.dim).to(qk.weight)
-                parametrize.register_parametrization(qk, "weight", PlanesOnProjections(qk.weight, projections))
+                parametrize.register_parametrization(
+                    qk, "weight", PlanesOnProjections(qk.weight, projections)
+                )
                 after.callback(parametrize.remove_parametrizations, qk, "weight")
                 weight = qk.parametrizations.weight.original
                 after.callback(weight.requires_grad_(False).requires_grad_, True)
@@ -130,9 +132,9 @@ def planes_on_projections(pairs: LayerPairs) -> Iterator[None]:
 
 
 def parameter_groups(
-    layers: list[nn.Module], attentions: Iterable[nn.Module], code_lr: float, lr: float
+    layers: list[nn.Module], attentions: Iterable[Any], code_lr: float, lr: float
 ) -> list[dict[str, Any]]:
-    """The parameters of layers, for an optimiser; `code_lr` is for codes and affinities of `attentions`.
+    """The parameters of layers, for an optimiser; `code_lr` is for what is new in `attentions`.
 
     The rate of hyperplanes is relative to the size of their weights in each layer.
     """
@@ -144,7 +146,8 @@ def parameter_groups(
                     sized = parameter if parameter.ndim > 1 else attention.qk.weight
                     size = float(sized.detach().float().square().mean().sqrt())
                     groups.append({"params": [parameter], "lr": code_lr * size})
-        for part, rate in (("hasher", code_lr), ("affinity", AFFINITY_RATE * code_lr)):
+        rates = {"hasher": code_lr, "affinity": SMALL_RATE * code_lr, "local": SMALL_RATE * code_lr}
+        for part, rate in rates.items():
             if (module := getattr(attention, part, None)) is not None:
                 groups.append({"params": _trainable([module]), "lr": rate})
     taken = {id(p) for group in groups for p in group["params"]}

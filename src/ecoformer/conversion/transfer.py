@@ -60,7 +60,7 @@ def transfer(
     batches: Iterable[Any],
     *,
     steps: int = 600,
-    lr: float = 1e-1,
+    lr: float = 2e-1,
     projection_lr: float = 3e-3,
     group: Group = None,
     forward: Forward | None = None,
@@ -71,7 +71,8 @@ def transfer(
     The teacher runs once per batch. Each of the student's layers gets the input of the teacher's layer and
     learns to give its output; the loss is the squared error over the output's mean square. So errors of
     earlier layers do not reach later ones, and only one layer's activations are in memory at a time. Call
-    `distill` afterwards, which trains all layers together.
+    `distill` afterwards, which trains all layers together. The hyperplanes of `sharp_eco` learn in the space of
+    the teacher's queries and keys, which moves with `projection_lr`.
 
     AdamW without weight decay; the rates rise over the first tenth of the steps and fall like a cosine. Both
     models run in eval mode, without dropout; modes are restored. An error in the first step leaves the
@@ -83,8 +84,8 @@ def transfer(
         batches: tensors, (inputs, ...) tuples or keyword mappings, such as a data loader yields; read again
             from the start until all steps are made.
         steps: how many batches to learn from.
-        lr: highest learning rate of what makes codes and affinities: hyperplanes (relative to the size of
-            their weights), beta and omega.
+        lr: highest learning rate of hash functions; that of `sharp_eco`'s hyperplanes is relative to the size
+            of their weights; affinities and local branches have a tenth of it.
         projection_lr: highest learning rate of all other weights of the layers.
         group: with several ranks, the process group whose gradients are averaged (default: all ranks);
             "alone" if only this rank learns.
