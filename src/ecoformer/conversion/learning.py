@@ -64,8 +64,8 @@ def layer_pairs(student: nn.Module, teacher: nn.Module) -> LayerPairs:
 class PlanesOnProjections(nn.Module):
     """A parametrisation: hyperplanes lie in the space of a model's queries and keys, which move slowly.
 
-    The weight starts as it is. Its steps are those of `planes @ projection`, head by head: directions in which
-    no query or key differs are not worth learning, and without this most of a weight's directions are such.
+    The weight starts as it is. Its steps are those of `planes @ projections`, head by head: directions that
+    queries and keys ignore are not worth learning, and those are most directions of a free weight.
     """
 
     def __init__(self, weight: Tensor, projections: Tensor) -> None:

@@ -71,8 +71,8 @@ def transfer(
     The teacher runs once per batch. Each of the student's layers gets the input of the teacher's layer and
     learns to give its output; the loss is the squared error over the output's mean square. So errors of
     earlier layers do not reach later ones, and only one layer's activations are in memory at a time. Call
-    `distill` afterwards, which trains all layers together. The hyperplanes of `sharp_eco` learn in the space of
-    the teacher's queries and keys, which moves with `projection_lr`.
+    `distill` afterwards, which trains all layers together. The hyperplanes of `sharp_eco` learn in the space
+    of the teacher's queries and keys, which moves with `projection_lr`.
 
     AdamW without weight decay; the rates rise over the first tenth of the steps and fall like a cosine. Both
     models run in eval mode, without dropout; modes are restored. An error in the first step leaves the
