@@ -302,8 +302,7 @@ def _sum_of_any(op: Any, x: Any, y: Any, **_: Any) -> Any:
 
 
 def _only_normalized(context: Any, total: Any, **_: Any) -> bool:
-    users = list(total.consumers())
-    return bool(users) and all(node.op_type == "LayerNormalization" for node in users)
+    return {node.op_type for node, _ in total.uses()} == {"LayerNormalization"}
 
 
 def _reason(error: BaseException) -> str:
