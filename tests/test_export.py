@@ -14,6 +14,7 @@ from ecoformer import create_attention, export_onnx
 from ecoformer.third_party import repair_torchvision
 
 repair_torchvision()
+CHANNELS_LAST = ("Transpose", 0, 3, 1, 2)
 
 
 class Encoder(nn.Module):
@@ -58,6 +59,16 @@ def run(path, **inputs):
     return session.run(None, {name: x.numpy() for name, x in inputs.items()})
 
 
+def before_convolutions(path):
+    """The operators whose outputs convolutions read, and the axes of transposes among them."""
+    nodes = onnx.load(path).graph.node
+    read = {node.input[0] for node in nodes if node.op_type == "Conv"}
+    found = [node for node in nodes if read & set(node.output)]
+    return [
+        (node.op_type, *(node.attribute[0].ints if node.op_type == "Transpose" else ())) for node in found
+    ]
+
+
 def assert_same(found, expected):
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-3, atol=1e-4)
 
@@ -72,9 +83,40 @@ def test_images_of_any_size_and_number(attention, tmp_path):
     assert not made.fixed
     assert made.same_top1 == 1
     assert made.bytes == made.path.stat().st_size
+    assert set(before_convolutions(made.path)) == {CHANNELS_LAST}
     for shape in ((3, 3, 32, 48), (1, 3, 64, 40)):
         x = torch.randn(shape)
         assert_same(run(made.path, images=x)[0], model(x).detach())
+
+
+class Maps(nn.Module):
+    """Tokens to maps, a convolution, tokens again; normalised with a residual."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.conv, self.norm, self.channels = (
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.LayerNorm(8),
+            channels,
+        )
+
+    def forward(self, images):
+        height, width = images.shape[2:]
+        x = images.flatten(2).transpose(1, 2)
+        maps = x.transpose(1, 2).reshape(-1, self.channels, height, width)
+        found = self.conv(maps).reshape(-1, 8, height * width).transpose(1, 2)
+        return self.norm(x + found)
+
+
+@pytest.mark.parametrize(("channels", "before"), [(8, CHANNELS_LAST), (4, ("Reshape",))])
+def test_maps_are_made_with_channels_last(channels, before, tmp_path):
+    """Then ONNX Runtime cancels transposes; not where a token is split over several maps."""
+    model = Maps(channels).eval()
+    made = export_onnx(model, tmp_path / "model.onnx", torch.randn(2, 8, 6, 4))
+    assert before_convolutions(made.path) == [before]
+    assert made.operators["Sum"] == 1  # ONNX Runtime fuses Add and LayerNormalization to something slower
+    x = torch.randn(3, 8, 5, 9)
+    assert_same(run(made.path, images=x)[0], model(x).detach())
 
 
 @pytest.mark.filterwarnings("ignore:hash functions are random")

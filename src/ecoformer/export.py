@@ -217,7 +217,7 @@ def _program(
     def export(sizes: bool) -> Any:
         shapes = {name: {0: "batch"} | (_AXES.get(x.ndim, {}) if sizes else {}) for name, x in inputs.items()}
         positional = _positional(model, inputs)
-        return torch.onnx.export(
+        program: Any = torch.onnx.export(
             model,
             tuple(inputs.values()) if positional else (),
             kwargs=None if positional else dict(inputs),
@@ -228,6 +228,8 @@ def _program(
             dynamo=True,
             verbose=False,
         )
+        program.model = _rewritten(program.model)
+        return program
 
     what = f"{type(model).__name__} cannot be exported to ONNX"
     try:
@@ -240,6 +242,67 @@ def _program(
         return export(sizes=False), {_size_names(inputs): reason}
     except Exception as error:
         raise ValueError(f"{what}: {_reason(error)}") from error
+
+
+def _rewritten(model: Any) -> Any:
+    """The graph in a form that ONNX Runtime computes faster on CPUs, with the same results."""
+    rule = import_library("onnxscript.rewriter.pattern").RewriteRule
+    rules = [
+        rule(_to_maps, _to_maps_channels_last, _same_tokens),
+        rule(_to_tokens, _to_tokens_channels_last, _same_tokens),
+        rule(_sum_of_two, _sum_of_any, _only_normalized),
+    ]
+    return import_library("onnxscript.rewriter").rewrite(model, rules)
+
+
+# Tokens (B, N, C) become maps (B, C, H, W) by a transpose and a reshape. With the reshape first, the
+# transpose cancels against those that ONNX Runtime puts around int8 convolutions, which want channels last.
+# Likewise from maps to tokens.
+
+
+def _to_maps(op: Any, tokens: Any, shape: Any) -> Any:
+    flat = op.Transpose(tokens, perm=[0, 2, 1], _outputs=["flat"])
+    return op.Reshape(flat, shape, allowzero=1, _outputs=["maps"])
+
+
+def _to_maps_channels_last(op: Any, tokens: Any, shape: Any, **_: Any) -> Any:
+    return op.Transpose(_reshaped(op, tokens, shape, [0, 2, 3, 1]), perm=[0, 3, 1, 2])
+
+
+def _to_tokens(op: Any, maps: Any, shape: Any) -> Any:
+    return op.Transpose(op.Reshape(maps, shape, allowzero=1, _outputs=["flat"]), perm=[0, 2, 1])
+
+
+def _to_tokens_channels_last(op: Any, maps: Any, shape: Any, **_: Any) -> Any:
+    return _reshaped(op, op.Transpose(maps, perm=[0, 2, 3, 1]), shape, [0, 2, 1])
+
+
+def _reshaped(op: Any, x: Any, shape: Any, order: list[int]) -> Any:
+    return op.Reshape(x, op.Gather(shape, op.Constant(value_ints=order)), allowzero=1)
+
+
+def _same_tokens(context: Any, flat: Any, maps: Any, **_: Any) -> bool:
+    """Whether (B, C, N) and (B, C, H, W) have the same batch and channels."""
+    if flat.shape is None or maps.shape is None or len(flat.shape) != 3 or len(maps.shape) != 4:
+        return False
+    known = isinstance(maps.shape[1], int) and not maps.shape.is_unknown_dim(0)
+    return known and tuple(flat.shape)[:2] == tuple(maps.shape)[:2]
+
+
+# ONNX Runtime fuses Add and LayerNormalization to SkipLayerNormalization, which takes four to seven times as
+# long on CPUs (as of 1.31). It does not do so for Sum.
+
+
+def _sum_of_two(op: Any, x: Any, y: Any) -> Any:
+    return op.Add(x, y, _outputs=["total"])
+
+
+def _sum_of_any(op: Any, x: Any, y: Any, **_: Any) -> Any:
+    return op.Sum(x, y)
+
+
+def _only_normalized(context: Any, total: Any, **_: Any) -> bool:
+    return {node.op_type for node, _ in total.uses()} == {"LayerNormalization"}
 
 
 def _reason(error: BaseException) -> str:

@@ -51,9 +51,11 @@ def attention(call: FusedCall, value_scale: Tensor | None = None) -> Tensor:
     A token that is NaN has a code of zeros, but NaN in `v` spreads as everywhere. `value_scale` (H,) scales
     the outputs of each head.
     """
-    f_q = f_k = _features(call.q, call.functions, call)
+    f_q = _features(call.q, call.functions, call)
+    f_k = f_q.mT
     if not call.shared_codes:
-        f_k = _features(call.q if call.k is None else call.k, call.key_functions or call.functions, call)
+        keys = call.q if call.k is None else call.k
+        f_k = _features(keys, call.key_functions or call.functions, call, columns=True)
     values, weight = call.v.float(), None
     if call.key_weight is not None:
         weight = call.key_weight.float().unsqueeze(-1)
@@ -62,8 +64,8 @@ def attention(call: FusedCall, value_scale: Tensor | None = None) -> Tensor:
         hidden = call.mask[:, None, :, None]
         values = torch.where(hidden, 0.0, values)
         weight = torch.where(hidden, 0.0, 1.0 if weight is None else weight)
-    sums = f_k.mT @ values
-    counts = f_k.sum(dim=-2).unsqueeze(-1) if weight is None else f_k.mT @ weight
+    sums = f_k @ values
+    counts = f_k.sum(dim=-1, keepdim=True) if weight is None else f_k @ weight
     if call.scale is None or call.ratio is None:
         mix, floor, seen = _paper(call), None, counts[..., -1:, :]
     else:
@@ -80,14 +82,21 @@ def attention(call: FusedCall, value_scale: Tensor | None = None) -> Tensor:
     return (f_q @ tables / below).to(call.v.dtype)
 
 
-def _features(tokens: Tensor, functions: Functions, call: FusedCall) -> Tensor:
-    """Features (B, H, N, F) of tokens: the bits and a 1, or 1 for the value that each group has."""
+def _features(tokens: Tensor, functions: Functions, call: FusedCall, columns: bool = False) -> Tensor:
+    """Features (B, H, N, F) of tokens: the bits and a 1, or 1 for the value that each group has.
+
+    As (B, H, F, N) with `columns`, because products over tokens that need not transpose are faster.
+    """
     if call.scale is None:
-        return _bits(tokens.float(), functions, extra=1)
+        found = _bits(tokens.float(), functions, extra=1)
+        return found.mT if columns else found
     bits = _bits(tokens.float(), functions, extra=0)
     weight, bias = (bits.new_tensor(x) for x in _agreement(call.bits, call.groups))
-    agrees = torch.addmm(bias, bits.flatten(0, 2), weight)
-    return F.relu(agrees).view(*bits.shape[:3], weight.shape[1])
+    rows = bits.flatten(0, 2)
+    if columns:
+        found = F.relu(torch.addmm(bias.unsqueeze(-1), weight.mT, rows.mT))
+        return found.view(-1, *bits.shape[:3]).permute(1, 2, 0, 3)
+    return F.relu(torch.addmm(bias, rows, weight)).view(*bits.shape[:3], -1)
 
 
 def _agreement(bits: int, groups: int) -> tuple[list[list[int]], list[int]]:
