@@ -348,7 +348,9 @@ def test_a_pyramid_of_grids_is_not_taken_for_one_grid():
 def test_note_about_models_without_convolutions():
     for make, expected in ((vit, True), (deit, True), (pvt, False), (twins, False)):
         assert any("no convolution" in note for note in convert(make(), "eco").notes) == expected
-    assert not any("no convolution" in note for note in convert(vit(), "eco", local=3).notes)
+    for mechanism in ("eco", "sharp_eco"):
+        assert any("no convolution" in note for note in convert(vit(), mechanism).notes)
+        assert not any("no convolution" in note for note in convert(vit(), mechanism, local=3).notes)
     assert not any("no convolution" in note for note in convert(vit(), "softmax").notes)
     model = vit()
     convert(model, "softmax", local=3)

@@ -321,11 +321,10 @@ def _notes(model: nn.Module, pairs: list[tuple[Found, Attention]]) -> list[str]:
             "spatial reductions and windows are left behind: every token is a key now, so fine-tune the model"
         )
     hashed = [attention for _, attention in pairs if isinstance(attention, HashedAttention)]
-    blunt = [attention for attention in hashed if attention.groups is None]
-    if any(attention.local is None for attention in blunt) and not _has_convolutions(model):
+    if any(attention.local is None for attention in hashed) and not _has_convolutions(model):
         notes.append(
-            "no convolution mixes neighbours in this model, and hashed attention cannot single them out: "
-            "consider local=7 (text) or local=(3, 3) (images), and distill"
+            "no convolution mixes neighbours in this model, and codes hardly single them out: consider "
+            "local=7 (text) or local=(3, 3) (images)"
         )
     if any(f.local is not None and (a.local is None or a.local.size != f.local.size) for f, a in pairs):
         notes.append("a local branch of another size is left behind: the new one starts at zero")
