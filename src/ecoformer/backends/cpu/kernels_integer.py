@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from ecoformer.backends.cpu.compiler import (
     callback,
-    carray,
     compiled,
     digest_of_sources,
     inlined,
@@ -17,13 +16,10 @@ from ecoformer.backends.cpu.compiler import (
     to_fixed_tuple,
 )
 from ecoformer.backends.cpu.problem import (
-    FINISHED,
     GATHER,
     LANES,
     MEMBERS,
     SCATTER,
-    TEAM_SIZE,
-    Team,
     digits,
     padded,
 )
@@ -47,7 +43,7 @@ from ecoformer.backends.cpu.rows_integer import (
     sum_tallies,
     weigh_planes,
 )
-from ecoformer.backends.cpu.shares import take_share
+from ecoformer.backends.cpu.shares import shares, team_at
 from ecoformer.backends.cpu.vectors import claim, integers, octets, signed_octets, words
 
 _padded = inlined(padded)
@@ -348,31 +344,22 @@ def _entries(digest: int) -> Any:
     def attend(data: Any) -> None:
         if digest == 0:
             return
-        numbers = carray(data, (TEAM_SIZE,))
-        team = Team(*to_fixed_tuple(numbers, TEAM_SIZE))
+        numbers, team = team_at(data)
         p = IntegerProblem(*to_fixed_tuple(integers(team.problem), _PROBLEM))
         at = Scratch(*to_fixed_tuple(integers(team.layout), _SCRATCH))
         address = team.scratch + claim(numbers, MEMBERS) * team.size
         w = IntegerWorker(p, at, words(address), integers(address + 4 * at.wide))
-        while True:
-            job, first, last = take_share(numbers, team)
-            if job < 0:
-                break
+        for job, first, last in shares(numbers, team):
             _run(job, first, last, w)
-            claim(numbers, FINISHED)
 
     @callback
     def pack(data: Any) -> None:
         if digest == 0:
             return
-        numbers = carray(data, (TEAM_SIZE,))
-        team = Team(*to_fixed_tuple(numbers, TEAM_SIZE))
+        numbers, team = team_at(data)
         p = Packing(*to_fixed_tuple(integers(team.problem), _PACKING))
         sums, least, out = words(p.sums), words(p.least), octets(p.out)
-        while True:
-            job, first, last = take_share(numbers, team)
-            if job < 0:
-                break
+        for _, first, last in shares(numbers, team):
             for row in range(first, last):
                 for j in range(p.codes):
                     start = j * p.bits
