@@ -5,23 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from ecoformer.backends.cpu.causal import causal_head
-from ecoformer.backends.cpu.compiler import callback, carray, digest_of_sources, inlined, to_fixed_tuple
+from ecoformer.backends.cpu.compiler import callback, digest_of_sources, inlined, to_fixed_tuple
 from ecoformer.backends.cpu.hashing import prepare
 from ecoformer.backends.cpu.problem import (
     CAUSAL,
-    FINISHED,
     GATHER,
     LAYOUT_SIZE,
     MEMBERS,
     PROBLEM_SIZE,
     SCATTER,
-    TEAM_SIZE,
     Layout,
     Problem,
-    Team,
     Worker,
 )
-from ecoformer.backends.cpu.shares import take_share
+from ecoformer.backends.cpu.shares import shares, team_at
 from ecoformer.backends.cpu.sums import clear, gather, merge, save, scatter, tabulate, total_weight
 from ecoformer.backends.cpu.vectors import claim, doubles, floats, integers, octets
 
@@ -77,15 +74,10 @@ def _entry(digest: int) -> Any:
         """What every thread of a team calls with the same `Team`: it takes shares until none is left."""
         if digest == 0:
             return
-        numbers = carray(data, (TEAM_SIZE,))
-        team = Team(*to_fixed_tuple(numbers, TEAM_SIZE))
+        numbers, team = team_at(data)
         w = worker(team.scratch + claim(numbers, MEMBERS) * team.size, team.problem, team.layout)
-        while True:
-            job, first, last = take_share(numbers, team)
-            if job < 0:
-                break
+        for job, first, last in shares(numbers, team):
             _run(job, first, last, w)
-            claim(numbers, FINISHED)
 
     return work
 

@@ -5,23 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from ecoformer.backends.cpu.causal_gradients import causal_gradients
-from ecoformer.backends.cpu.compiler import callback, carray, digest_of_sources, inlined, to_fixed_tuple
+from ecoformer.backends.cpu.compiler import callback, digest_of_sources, inlined, to_fixed_tuple
 from ecoformer.backends.cpu.gradients import key_gradients, query_gradients
 from ecoformer.backends.cpu.hashing_backward import prepare_backward
 from ecoformer.backends.cpu.kernels import worker
 from ecoformer.backends.cpu.problem import (
     CAUSAL,
-    FINISHED,
     GATHER,
     GRADIENTS_SIZE,
     MEMBERS,
     SCATTER,
-    TEAM_SIZE,
     Gradients,
-    Team,
     Worker,
 )
-from ecoformer.backends.cpu.shares import take_share
+from ecoformer.backends.cpu.shares import shares, team_at
 from ecoformer.backends.cpu.sums import merge, save
 from ecoformer.backends.cpu.vectors import claim, integers
 
@@ -58,16 +55,11 @@ def _entry(digest: int) -> Any:
         """What every thread of a team calls with the same `Team`: it takes shares until none is left."""
         if digest == 0:
             return
-        numbers = carray(data, (TEAM_SIZE,))
-        team = Team(*to_fixed_tuple(numbers, TEAM_SIZE))
+        numbers, team = team_at(data)
         w = worker(team.scratch + claim(numbers, MEMBERS) * team.size, team.problem, team.layout)
         g = Gradients(*to_fixed_tuple(integers(team.gradients), GRADIENTS_SIZE))
-        while True:
-            job, first, last = take_share(numbers, team)
-            if job < 0:
-                break
+        for job, first, last in shares(numbers, team):
             _run(job, first, last, w, g)
-            claim(numbers, FINISHED)
 
     return work
 

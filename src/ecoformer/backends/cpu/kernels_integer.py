@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from ecoformer.backends.cpu.compiler import (
     callback,
-    carray,
     compiled,
     digest_of_sources,
     inlined,
@@ -17,20 +16,17 @@ from ecoformer.backends.cpu.compiler import (
     to_fixed_tuple,
 )
 from ecoformer.backends.cpu.problem import (
-    FINISHED,
     GATHER,
     LANES,
     MEMBERS,
     SCATTER,
-    TEAM_SIZE,
-    Team,
     digits,
     padded,
 )
 from ecoformer.backends.cpu.rows import clear_row
 from ecoformer.backends.cpu.rows_integer import (
+    add_counts,
     add_rows,
-    add_to_word,
     add_values,
     add_words,
     bit_length,
@@ -43,11 +39,11 @@ from ecoformer.backends.cpu.rows_integer import (
     read_rows,
     set_wide,
     store_code,
-    sum_words,
+    sum_rows,
+    sum_tallies,
     weigh_planes,
-    wide_at,
 )
-from ecoformer.backends.cpu.shares import take_share
+from ecoformer.backends.cpu.shares import shares, team_at
 from ecoformer.backends.cpu.vectors import claim, integers, octets, signed_octets, words
 
 _padded = inlined(padded)
@@ -121,12 +117,12 @@ class Scratch(NamedTuple):
     mixed_tallies: int
     below: int
     """Denominators by row of the tables."""
-    places: int
-    """Lists of a block of tokens: rows of the buckets or tables, a digit after the other."""
-    tokens: int
-    """Which keys they are, or queries' denominators, then their reciprocals."""
+    codes: int
+    """Of a block of tokens."""
+    weights: int
+    """Of these keys, or queries' denominators, then their reciprocals."""
     shifts: int
-    """Of keys, or of what queries read."""
+    """Of what queries read."""
     end: int
     """Of all, in bytes."""
 
@@ -137,7 +133,7 @@ def scratch_of(channels: int, bits: int, group: int, digit: int) -> Scratch:
     sizes = [rows * wide, padded(rows), rows * wide, padded(group + 1 << group) * wide, state * wide]
     sizes.append(padded(state))
     at = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    wide_sizes = [state * wide, padded(state), padded(rows), BLOCK * digits(bits, digit), BLOCK, BLOCK]
+    wide_sizes = [state * wide, padded(state), padded(rows), BLOCK, BLOCK, BLOCK]
     at += [sum(wide_sizes[:i]) for i in range(len(wide_sizes))]
     return Scratch._make([*at, 4 * at[6] + 8 * sum(wide_sizes)])
 
@@ -182,39 +178,26 @@ def _gather(w: IntegerWorker, batch: int, head: int, first: int, last: int) -> N
 
 @compiled
 def _fill(w: IntegerWorker, batch: int, head: int, first: int, last: int, peak: int) -> None:
-    """Values of keys to their buckets, by lists of what is visible."""
+    """Values of keys to their buckets; those that are hidden or too light weigh nothing."""
     p, at, memory, exact = w.p, w.at, w.memory, w.exact
     masks, exponents = octets(p.mask), signed_octets(p.exponent)
     m0, e0 = batch * p.mask_batch, batch * p.exponent_batch + head * p.exponent_head
-    seen = int64(0)
-    for t in range(first, last):
+    codes, count = octets(p.codes_k), _digits(p.bits, p.digit)
+    c0, known = batch * p.k_batch + head * p.k_head, _known(p.bits)
+    for i in range(last - first):
+        t = first + i
         shift = int64(0)
         if p.exponent:
             shift = p.reach + octet_at(exponents, e0 + t * p.exponent_token) - peak
-        set_wide(exact, at.tokens + seen, t)
-        set_wide(exact, at.shifts + seen, shift)
         hidden = p.mask and octet_at(masks, m0 + t * p.mask_token) != 0
-        seen += int64(shift >= 0 and not hidden)
-    codes, count = octets(p.codes_k), _digits(p.bits, p.digit)
-    c0, known = batch * p.k_batch + head * p.k_head, _known(p.bits)
-    wide, low = _padded(p.channels), (int64(1) << p.digit) - 1
-    for i in range(seen):
-        code = code_at(codes, c0 + wide_at(exact, at.tokens + i) * p.k_token, p.k_size) & known
-        weight = int64(1) << wide_at(exact, at.shifts + i)
-        if count == 2:
-            one, two = code & low, low + 1 + (code >> p.digit & low)
-            add_to_word(memory, at.counts + one, weight)
-            add_to_word(memory, at.counts + two, weight)
-            set_wide(exact, at.places + 2 * i, at.buckets + one * wide)
-            set_wide(exact, at.places + 2 * i + 1, at.buckets + two * wide)
-            continue
-        for g in range(count):
-            bucket = (g << p.digit) + (code >> (g * p.digit) & low)
-            add_to_word(memory, at.counts + bucket, weight)
-            set_wide(exact, at.places + i * count + g, at.buckets + bucket * wide)
-    v0 = batch * p.v_batch + head * p.v_head
-    lists = (at.places, at.tokens, at.shifts, seen, count)
-    add_values(memory, exact, *lists, octets(p.v), v0, p.v_token, p.channels)
+        weight = int64(0) if hidden or shift < 0 else int64(1) << shift
+        code = code_at(codes, c0 + t * p.k_token, p.k_size) & known
+        set_wide(exact, at.codes + i, code)
+        set_wide(exact, at.weights + i, weight)
+        add_counts(memory, at.counts, code, p.digit, count, weight)
+    v0 = batch * p.v_batch + head * p.v_head + first * p.v_token
+    lists = (at.codes, at.weights, last - first, p.digit, count)
+    add_values(memory, at.buckets, exact, *lists, octets(p.v), v0, p.v_token, p.channels, _padded(p.channels))
 
 
 @inlined
@@ -287,10 +270,10 @@ def _tabulate(w: IntegerWorker, head: int) -> Any:
                 if i == 0:
                     exact[below + value] = tally
                     continue
+                place, one = value * lows, to + value * wide
+                sum_rows(memory, base + place * wide, base, lows, one, wide)
                 for low in range(lows):
-                    place = value * lows + low
-                    sum_words(memory, base + place * wide, base + low * wide, at.planes + value * wide, wide)
-                    exact[below + place] = exact[below + low] + tally
+                    exact[below + place + low] = exact[below + low] + tally
     return narrow
 
 
@@ -299,31 +282,20 @@ def _scatter(w: IntegerWorker, batch: int, head: int, first: int, last: int, nar
     """What queries `first` to `last` read from the tables."""
     p, at, exact = w.p, w.at, w.exact
     codes, count, known = octets(p.codes_q), _digits(p.bits, p.digit), _known(p.bits)
-    c0, wide, low = batch * p.q_batch + head * p.q_head, _padded(p.channels), (int64(1) << p.digit) - 1
+    c0 = batch * p.q_batch + head * p.q_head
     factor, shift = int64(words(p.multiplier)[2 * head]), int64(words(p.multiplier)[2 * head + 1]) + 8
     for begin in range(first, last, BLOCK):
         tokens = min(BLOCK, last - begin)
         for i in range(tokens):
             code = code_at(codes, c0 + (begin + i) * p.q_token, p.q_size) & known
-            if count == 2:
-                one, two = code & low, low + 1 + (code >> p.digit & low)
-                set_wide(exact, at.places + 2 * i, at.tables + one * wide)
-                set_wide(exact, at.places + 2 * i + 1, at.tables + two * wide)
-                set_wide(
-                    exact, at.tokens + i, wide_at(exact, at.below + one) + wide_at(exact, at.below + two)
-                )
-                continue
-            bottom = int64(0)
-            for g in range(count):
-                row = (g << p.digit) + (code >> (g * p.digit) & low)
-                bottom += wide_at(exact, at.below + row)
-                set_wide(exact, at.places + i * count + g, at.tables + row * wide)
-            set_wide(exact, at.tokens + i, bottom)
+            set_wide(exact, at.codes + i, code)
+            set_wide(exact, at.weights + i, sum_tallies(exact, at.below, code, p.digit, count))
         for i in range(0, tokens, LANES):
-            divide(exact, at.tokens + i, at.shifts + i, narrow, factor)
+            divide(exact, at.weights + i, at.shifts + i, narrow, factor)
         to = batch * p.out_batch + head * p.out_head + begin * p.out_token
-        lists = (at.places, at.tokens, at.shifts, tokens, count)
-        read_rows(octets(p.out), to, p.out_token, w.memory, exact, *lists, p.channels, shift)
+        lists = (at.codes, at.weights, at.shifts, tokens, p.digit, count)
+        out, sizes = (octets(p.out), to, p.out_token), (p.channels, _padded(p.channels))
+        read_rows(*out, w.memory, at.tables, exact, *lists, *sizes, shift)
 
 
 @inlined
@@ -372,31 +344,22 @@ def _entries(digest: int) -> Any:
     def attend(data: Any) -> None:
         if digest == 0:
             return
-        numbers = carray(data, (TEAM_SIZE,))
-        team = Team(*to_fixed_tuple(numbers, TEAM_SIZE))
+        numbers, team = team_at(data)
         p = IntegerProblem(*to_fixed_tuple(integers(team.problem), _PROBLEM))
         at = Scratch(*to_fixed_tuple(integers(team.layout), _SCRATCH))
         address = team.scratch + claim(numbers, MEMBERS) * team.size
         w = IntegerWorker(p, at, words(address), integers(address + 4 * at.wide))
-        while True:
-            job, first, last = take_share(numbers, team)
-            if job < 0:
-                break
+        for job, first, last in shares(numbers, team):
             _run(job, first, last, w)
-            claim(numbers, FINISHED)
 
     @callback
     def pack(data: Any) -> None:
         if digest == 0:
             return
-        numbers = carray(data, (TEAM_SIZE,))
-        team = Team(*to_fixed_tuple(numbers, TEAM_SIZE))
+        numbers, team = team_at(data)
         p = Packing(*to_fixed_tuple(integers(team.problem), _PACKING))
         sums, least, out = words(p.sums), words(p.least), octets(p.out)
-        while True:
-            job, first, last = take_share(numbers, team)
-            if job < 0:
-                break
+        for _, first, last in shares(numbers, team):
             for row in range(first, last):
                 for j in range(p.codes):
                     start = j * p.bits

@@ -14,8 +14,7 @@ from ecoformer.backends.cpu.vectors import I32, I64, LANES, emitted, integer, st
 
 I8 = ir.IntType(8)
 _LARGEST = 127
-_WIDTHS = (32, 16, 1)
-"""Of vectors where most time is spent."""
+_Step = Callable[[Any], None]
 
 
 class _Lanes:
@@ -76,34 +75,83 @@ def _along(builder: Any, length: Any, step: Callable[[_Lanes, Any], None], *widt
         done = full
 
 
-@emitted("aaiiiiiaiii")
-def add_values(builder: Any, memory: Any, lists: Any, *numbers: Any) -> None:
-    """Add v << shift to its buckets, for `count` rows of int8 values.
+def _each_digit(builder: Any, code: Any, digit: Any, digits: Any, two: bool, step: _Step) -> None:
+    """Code for the rows that belong to a code's digits, of which there are two or any number."""
 
-    `places`, `tokens` and `shifts` are offsets of lists: where buckets are, `digits` for each token, which
-    row of v it is, and its shift.
-    """
-    places, tokens, shifts, count, digits, v, v0, dv, length = numbers
+    def row(g: Any) -> Any:
+        value = builder.lshr(code, builder.mul(g, digit))
+        value = builder.and_(value, builder.sub(builder.shl(integer(1), digit), integer(1)))
+        return builder.add(builder.shl(g, digit), value)
+
+    if two:
+        step(row(integer(0)))
+        step(row(integer(1)))
+    else:
+        with steps(builder, integer(0), digits, 1) as g:
+            step(row(g))
+
+
+def _either(builder: Any, digits: Any, emit: Callable[[bool], None]) -> None:
+    """Code for two digits, which most codes have, and for any number of them."""
+    with builder.if_else(builder.icmp_signed("==", digits, integer(2))) as blocks:
+        for two, block in zip((True, False), blocks, strict=True):
+            with block:
+                emit(two)
+
+
+def _by_columns(builder: Any, length: Any, digits: Any, emit: Callable[[_Lanes, Any, bool], None]) -> None:
+    """Code for some columns of all rows, then for the next ones: no loop inside the one over rows."""
+
+    def step(to: _Lanes, index: Any) -> None:
+        _either(builder, digits, lambda two: emit(to, index, two))
+
+    _along(builder, length, step, 32, LANES, 1)
+
+
+@emitted("aiiiii")
+def add_counts(
+    builder: Any, memory: Any, counts: Any, code: Any, digit: Any, digits: Any, weight: Any
+) -> None:
+    """Add a key's weight to the counts of its buckets."""
     one = _Lanes(builder, 1)
-    pair = builder.icmp_signed("==", digits, integer(2))
-    with steps(builder, integer(0), count, 1) as i:
-        start = one.total(v0, builder.mul(one.load(I64, lists, tokens, i), dv))
-        shift = one.load(I64, lists, shifts, i)
+    weight = builder.trunc(weight, I32)
 
-        def add(*rows: Any, start: Any = start, shift: Any = shift) -> None:
-            def step(to: _Lanes, index: Any) -> None:
-                value = builder.shl(to.wider(to.load(I8, v, start, index), I32), to.splat(I32, shift))
-                for row in rows:
-                    to.store(I32, builder.add(to.load(I32, memory, row, index), value), memory, row, index)
+    def add(row: Any) -> None:
+        one.store(I32, builder.add(one.load(I32, memory, counts, row), weight), memory, counts, row)
 
-            _along(builder, length, step, *_WIDTHS)
+    _either(builder, digits, lambda two: _each_digit(builder, code, digit, digits, two, add))
 
-        first = builder.mul(i, digits)
-        with builder.if_else(pair) as (two, many):
-            with two:
-                add(*(one.load(I64, lists, places, first, integer(g)) for g in range(2)))
-            with many, steps(builder, integer(0), digits, 1) as g:
-                add(one.load(I64, lists, places, first, g))
+
+@emitted("aiiii", types.int64)
+def sum_tallies(builder: Any, exact: Any, below: Any, code: Any, digit: Any, digits: Any) -> Any:
+    """What a query's code reads of the keys' weights."""
+    total, one = cgutils.alloca_once_value(builder, integer(0)), _Lanes(builder, 1)
+
+    def add(row: Any) -> None:
+        builder.store(builder.add(builder.load(total), one.load(I64, exact, below, row)), total)
+
+    _either(builder, digits, lambda two: _each_digit(builder, code, digit, digits, two, add))
+    return builder.load(total)
+
+
+@emitted("aiaiiiiiaiiii")
+def add_values(builder: Any, memory: Any, buckets: Any, lists: Any, *numbers: Any) -> None:
+    """Add weight * v to its buckets, for `count` rows of int8 values; `codes` and `weights` are lists."""
+    codes, weights, count, digit, digits, v, v0, dv, length, wide = numbers
+    one = _Lanes(builder, 1)
+
+    def columns(to: _Lanes, index: Any, two: bool) -> None:
+        with steps(builder, integer(0), count, 1) as i:
+            weight = to.splat(I32, one.load(I64, lists, weights, i))
+            value = builder.mul(to.wider(to.load(I8, v, v0, index, builder.mul(i, dv)), I32), weight)
+
+            def add(row: Any) -> None:
+                at = one.total(buckets, index, builder.mul(row, wide))
+                to.store(I32, builder.add(to.load(I32, memory, at), value), memory, at)
+
+            _each_digit(builder, one.load(I64, lists, codes, i), digit, digits, two, add)
+
+    _by_columns(builder, length, digits, columns)
 
 
 @emitted("aiaii")
@@ -113,22 +161,8 @@ def copy_words(builder: Any, y: Any, y0: Any, x: Any, x0: Any, length: Any) -> N
 
 
 @emitted("aii")
-def add_to_word(builder: Any, memory: Any, index: Any, number: Any) -> None:
-    """Add to a single number."""
-    to = _Lanes(builder, 1)
-    total = builder.add(to.load(I32, memory, index), builder.trunc(number, I32))
-    to.store(I32, total, memory, index)
-
-
-@emitted("ai", types.int64)
-def wide_at(builder: Any, exact: Any, index: Any) -> Any:
-    """A single int64. An index that cannot be negative takes fewer steps than numba's."""
-    return _Lanes(builder, 1).load(I64, exact, index)
-
-
-@emitted("aii")
 def set_wide(builder: Any, exact: Any, index: Any, number: Any) -> None:
-    """The same, to write."""
+    """A single int64. An index that cannot be negative takes fewer steps than numba's."""
     _Lanes(builder, 1).store(I64, number, exact, index)
 
 
@@ -153,13 +187,14 @@ def add_words(y: Any, y0: int, x: Any, x0: int, length: int) -> None:
     add_rows(y, y0, x, x0, int64(1), int64(0), length)
 
 
-@emitted("aiiii")
-def sum_words(builder: Any, memory: Any, y0: Any, a0: Any, b0: Any, length: Any) -> None:
-    """y = a + b."""
+@emitted("aiiiii")
+def sum_rows(builder: Any, memory: Any, y0: Any, x0: Any, count: Any, z0: Any, length: Any) -> None:
+    """`count` rows of y = rows of x, which follow each other, + z."""
 
     def step(to: _Lanes, index: Any) -> None:
-        total = builder.add(to.load(I32, memory, a0, index), to.load(I32, memory, b0, index))
-        to.store(I32, total, memory, y0, index)
+        more = to.load(I32, memory, z0, index)
+        with cgutils.for_range_slice(builder, index, builder.mul(count, length), length) as (at, _):
+            to.store(I32, builder.add(to.load(I32, memory, x0, at), more), memory, y0, at)
 
     _along(builder, length, step)
 
@@ -231,52 +266,40 @@ def divide(builder: Any, lists: Any, bottoms: Any, drops: Any, narrow: Any, fact
     to.store(I64, to.chosen(">", drop, to.constant(I64, 32)), lists, drops)  # beyond, numerators are 0
 
 
-@emitted("aiiaaiiiiiii")
-def read_rows(builder: Any, out: Any, out0: Any, dout: Any, table: Any, lists: Any, *numbers: Any) -> None:
-    """`count` rows of outputs: the sum of `digits` rows, / 2^drop, * factor, / 2^shift, as int8.
+@emitted("aiiaiaiiiiiiiii")
+def read_rows(
+    builder: Any, out: Any, out0: Any, dout: Any, table: Any, t0: Any, lists: Any, *numbers: Any
+) -> None:
+    """`count` rows of outputs: the sum of a row for each digit, / 2^drop, * factor, / 2^shift, as int8.
 
-    `places`, `factors` and `drops` are offsets of lists.
+    `codes`, `factors` and `drops` are lists.
     """
-    places, factors, drops, count, digits, length, shift = numbers
+    codes, factors, drops, count, digit, digits, length, wide, shift = numbers
     one = _Lanes(builder, 1)
     half = builder.shl(integer(1), builder.sub(shift, integer(1)))
-    pair = builder.icmp_signed("==", digits, integer(2))
-    with steps(builder, integer(0), count, 1) as i:
-        start, first = one.total(out0, builder.mul(i, dout)), builder.mul(i, digits)
-        drop, factor = one.load(I64, lists, drops, i), one.load(I64, lists, factors, i)
-        # Two shifts: what is added to round does not fit in 32 bits together with the largest numbers.
-        last = builder.select(builder.icmp_signed(">", drop, integer(0)), integer(1), integer(0))
-        drop = builder.sub(drop, last)
 
-        by = drop, last, factor
+    def columns(to: _Lanes, index: Any, two: bool) -> None:
+        sums = cgutils.alloca_once(builder, to.kind(I32))
+        with steps(builder, integer(0), count, 1) as i:
+            drop, factor = one.load(I64, lists, drops, i), one.load(I64, lists, factors, i)
+            # Two shifts: what is added to round does not fit in 32 bits together with the largest numbers.
+            last = builder.zext(builder.icmp_signed(">", drop, integer(0)), I64)
+            drop, last = (to.splat(I32, by) for by in (builder.sub(drop, last), last))
+            builder.store(to.constant(I32, 0), sums)
 
-        def finish(to: _Lanes, total: Any, index: Any, start: Any = start, by: Any = by) -> None:
-            drop, last, factor = (to.splat(I32, number) for number in by)
-            part = builder.ashr(builder.add(builder.ashr(total, drop), last), last)
-            product = builder.add(builder.mul(part, factor), to.splat(I32, half))
+            def add(row: Any) -> None:
+                found = to.load(I32, table, t0, index, builder.mul(row, wide))
+                builder.store(builder.add(builder.load(sums), found), sums)
+
+            _each_digit(builder, one.load(I64, lists, codes, i), digit, digits, two, add)
+            part = builder.ashr(builder.add(builder.ashr(builder.load(sums), drop), last), last)
+            product = builder.add(builder.mul(part, to.splat(I32, factor)), to.splat(I32, half))
             found = builder.ashr(product, to.splat(I32, shift))
             found = to.chosen("<", found, to.constant(I32, -_LARGEST))
             found = to.chosen(">", found, to.constant(I32, _LARGEST))
-            to.store(I8, builder.trunc(found, to.kind(I8)), out, start, index)
+            to.store(I8, builder.trunc(found, to.kind(I8)), out, out0, index, builder.mul(i, dout))
 
-        def summed(to: _Lanes, index: Any, first: Any = first, finish: Any = finish) -> None:
-            sums = cgutils.alloca_once(builder, to.kind(I32))
-            builder.store(to.constant(I32, 0), sums)
-            with steps(builder, integer(0), digits, 1) as g:
-                row = to.load(I32, table, one.load(I64, lists, places, first, g), index)
-                builder.store(builder.add(builder.load(sums), row), sums)
-            finish(to, builder.load(sums), index)
-
-        with builder.if_else(pair) as (two, many):
-            with two:
-                rows = [one.load(I64, lists, places, first, integer(g)) for g in range(2)]
-
-                def added(to: _Lanes, index: Any, rows: Any = rows, finish: Any = finish) -> None:
-                    finish(to, to.total(*(to.load(I32, table, row, index) for row in rows)), index)
-
-                _along(builder, length, added, *_WIDTHS)
-            with many:
-                _along(builder, length, summed)
+    _by_columns(builder, length, digits, columns)
 
 
 @emitted("ai", types.int64)

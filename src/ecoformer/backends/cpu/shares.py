@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ecoformer.backends.cpu.compiler import inlined
-from ecoformer.backends.cpu.problem import FINISHED, GATHER, SCATTER, TAKEN, Team
+from ecoformer.backends.cpu.compiler import carray, compiled, inlined, to_fixed_tuple
+from ecoformer.backends.cpu.problem import FINISHED, GATHER, SCATTER, TAKEN, TEAM_SIZE, Team
 from ecoformer.backends.cpu.vectors import claim, current, give_way
 
 _PATIENCE = 4096
@@ -13,17 +13,26 @@ _PATIENCE = 4096
 
 
 @inlined
-def take_share(numbers: Any, team: Team) -> tuple[int, int, int]:
-    """A job and which parts of it to do; -1 for no job. Waits for the first of two passes."""
-    job, share = team.job, claim(numbers, TAKEN)
-    if share >= team.shares:
-        if team.job != GATHER or share >= 2 * team.shares:
-            return -1, 0, 0
-        job, share = SCATTER, share - team.shares
-        # Whoever holds a share of the first pass is at work on it, or would be if it had a core.
-        turns = 0
-        while current(numbers, FINISHED) < team.shares:
-            turns += 1
-            if turns > _PATIENCE:
-                give_way()
-    return job, share * team.parts // team.shares, (share + 1) * team.parts // team.shares
+def team_at(data: Any) -> Any:
+    """The numbers that threads share, in which they count, and the same as a `Team`."""
+    numbers = carray(data, (TEAM_SIZE,))
+    return numbers, Team(*to_fixed_tuple(numbers, TEAM_SIZE))
+
+
+@compiled
+def shares(numbers: Any, team: Team) -> Any:
+    """Jobs and which parts of them to do until none is left; the second of two passes waits for the first."""
+    while True:
+        job, share = team.job, claim(numbers, TAKEN)
+        if share >= team.shares:
+            if team.job != GATHER or share >= 2 * team.shares:
+                return
+            job, share = SCATTER, share - team.shares
+            # Whoever holds a share of the first pass is at work on it, or would be if it had a core.
+            turns = 0
+            while current(numbers, FINISHED) < team.shares:
+                turns += 1
+                if turns > _PATIENCE:
+                    give_way()
+        yield job, share * team.parts // team.shares, (share + 1) * team.parts // team.shares
+        claim(numbers, FINISHED)
