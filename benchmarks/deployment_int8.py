@@ -75,7 +75,13 @@ def main() -> None:
             if name == "native":
                 sizes = ({0: "batch", 2: "height", 3: "width"},)
                 torch.onnx.export(
-                    model, (images[:2],), plain, input_names=["images"], dynamic_shapes=sizes, dynamo=True
+                    model,
+                    (images[:2],),
+                    plain,
+                    input_names=["images"],
+                    dynamic_shapes=sizes,
+                    dynamo=True,
+                    external_data=False,
                 )
             else:
                 ecoformer.convert(model, name)

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 import ecoformer
-from ecoformer.quantization.layers import Grid, IntegerAttention, IntegerConv2d, IntegerLinear
+from ecoformer.attention.local import LocalBranch
+from ecoformer.quantization.attention import IntegerAttention, IntegerLocal
+from ecoformer.quantization.layers import Grid, IntegerConv2d, IntegerLinear
 from ecoformer.quantization.quantize import Observer, on_grid
 from ecoformer.third_party import import_timm
 
@@ -90,7 +92,8 @@ def test_convolutions_with_other_padding_stay():
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"separate": False}, {"key_weights": False}, {"out_proj": False}, {"bits": 32}]
+    "settings",
+    [{}, {"separate": False}, {"key_weights": False}, {"out_proj": False}, {"bits": 32}, {"local": 3}],
 )
 @pytest.mark.parametrize("padding", [False, True])
 def test_attention_is_close(settings, padding):
@@ -98,6 +101,8 @@ def test_attention_is_close(settings, padding):
     layer = ecoformer.create_attention("sharp_eco", dim=32, num_heads=2, **settings).eval()
     if layer.key_weights is not None:
         nn.init.normal_(layer.key_weights.exponent.weight, std=0.1)
+    if layer.local is not None:
+        nn.init.normal_(layer.local.weight, std=0.5)
     holder, x = nn.ModuleDict({"attention": layer}), torch.randn(2, 150, 32)
     mask = torch.arange(150).expand(2, 150) >= torch.tensor([[100], [150]]) if padding else None
 
@@ -115,10 +120,27 @@ def test_attention_is_close(settings, padding):
             assert torch.equal(forward(holder, other)[kept], forward(holder, x)[kept])
 
 
-@pytest.mark.parametrize("settings", [{"local": 3}, {"bits": 128}])
-def test_only_the_projections_of_other_attention_layers_compute_in_int8(settings):
+@pytest.mark.parametrize("size", [5, (3, 3)])
+def test_sums_of_a_local_branch_are_those_of_whole_numbers(size):
+    branch = LocalBranch(4, size)
+    nn.init.normal_(branch.weight)
+    new, steps = IntegerLocal(branch), torch.tensor([0.1, 0.2, 0.3, 0.4])
+    new.fill(branch.weight, steps)
+    v = torch.randint(-127, 128, (2, 14, 4), dtype=torch.int8)
+    where = {"grid": (3, 4), "prefix": 2} if isinstance(size, tuple) else {}
+    hidden = torch.arange(14).expand(2, 14) >= torch.tensor([[9], [14]])
+    sums = new(v, hidden, **where)
+    assert sums.dtype == torch.int32
+    whole = LocalBranch(4, size)
+    whole.weight.data.copy_(new.weight.squeeze(-1))
+    visible = v.float().masked_fill(hidden.unsqueeze(-1), 0)
+    assert torch.equal(sums.float(), whole(visible, **where))
+    assert error(sums * new.scale, branch(visible * steps, **where)) < 1e-4
+
+
+def test_only_the_projections_of_attention_with_many_bits_compute_in_int8():
     torch.manual_seed(0)
-    layer = ecoformer.create_attention("sharp_eco", dim=32, num_heads=2, **settings).eval()
+    layer = ecoformer.create_attention("sharp_eco", dim=32, num_heads=2, bits=128).eval()
     holder, x = nn.Sequential(layer), torch.randn(2, 50, 32)
     with torch.inference_mode():
         expected = holder(x)
@@ -135,14 +157,14 @@ def test_exponents_are_those_of_the_original():
     new.fill_from(layer, Grid(1 / 16), torch.ones(2), 1.0)
     numbers = torch.randint(-60, 61, (400, 16))
     seen = {}
-    original = ecoformer.quantization.layers.integer_attention
+    original = ecoformer.quantization.attention.integer_attention
 
     def listen(q, k, v, levels, multiplier, exponent, mask):
         seen["exponent"] = exponent
         return original(q, k, v, levels, multiplier, exponent, mask)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(ecoformer.quantization.layers, "integer_attention", listen)
+        patch.setattr(ecoformer.quantization.attention, "integer_attention", listen)
         new((numbers / 16).unsqueeze(0))
         layer.key_weights.exponent.weight.copy_(
             new.projection.numbers[64:66] * new.projection.scale[64:66, None]
@@ -231,6 +253,25 @@ def test_a_copied_and_a_loaded_state_dict_are_exported_alike():
     assert other[0]._grids == model[0]._grids
     stream = io.BytesIO()
     torch.save(model.state_dict(), stream)
+
+
+def test_attention_with_a_local_branch_is_saved_and_exported(tmp_path):
+    pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=10).eval()
+    ecoformer.convert(model, "sharp_eco", local=(3, 3), seed=0)
+    for module in model.modules():
+        if isinstance(module, LocalBranch):
+            nn.init.normal_(module.weight, std=0.3)
+    batches, original = images(size=64), copy.deepcopy(model)
+    ecoformer.quantize(model, batches, progress=False)
+    assert sum(isinstance(module, IntegerLocal) for module in model.modules()) == 2
+    with torch.inference_mode():
+        assert error(model(batches[0]), original(batches[0])) < 0.02
+        again = ecoformer.load(ecoformer.save(model, tmp_path / "int8.safetensors"))
+        assert torch.equal(again(batches[0]), model(batches[0]))
+    made = ecoformer.export_onnx(model, tmp_path / "int8.onnx", batches[0], samples=batches)
+    assert made.same_top1 >= 0.9
 
 
 @pytest.mark.parametrize("attention", ["sharp_eco", "native"])

@@ -12,7 +12,7 @@ from torch import nn
 import ecoformer
 from ecoformer import Transfer, convert, transfer
 from ecoformer.accounting.planning import Choice, _within_energy
-from ecoformer.conversion.learning import WINDOW, _narrowed
+from ecoformer.conversion.transfer import WINDOW, _narrowed
 
 
 @pytest.mark.parametrize("mechanism", ["sharp_eco", "lsh_eco", "performer"])

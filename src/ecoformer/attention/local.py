@@ -60,7 +60,7 @@ class LocalBranch(SharesTokens, nn.Module):
             padded = F.pad(v.mT, (before, k - 1 - before))
         else:
             padded = exchange_halo(v, before, k - 1 - before, self.token_group).mT
-        return F.conv1d(padded, self.weight, groups=v.shape[-1]).mT
+        return self._sums(padded, [0]).mT
 
     def _image(self, v: Tensor, is_causal: bool, grid: tuple[int, int] | None) -> Tensor:
         if is_causal:
@@ -71,5 +71,9 @@ class LocalBranch(SharesTokens, nn.Module):
                 f"got grid={grid} for tokens {shape(v)}"
             )
         image = v.mT.reshape(*v.mT.shape[:2], *grid)
-        padding = [s // 2 for s in self.sizes]
-        return F.conv2d(image, self.weight, padding=padding, groups=v.shape[-1]).flatten(2).mT
+        return self._sums(image, [s // 2 for s in self.sizes]).flatten(2).mT
+
+    def _sums(self, v: Tensor, padding: list[int]) -> Tensor:
+        """The convolution of values (B, dim, ...)."""
+        convolve = F.conv1d if len(self.sizes) == 1 else F.conv2d
+        return convolve(v, self.weight, padding=padding, groups=v.shape[1])

@@ -5,19 +5,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
 
 from ecoformer.attention import Attention
-from ecoformer.backends.hashing import scaled
 from ecoformer.conversion.convert import unwrapped
-from ecoformer.conversion.layers import examine, mechanism_in
 from ecoformer.conversion.rules import Adapter
 from ecoformer.hashing.fitting import check_batches, move, progress_bar
 
@@ -25,11 +21,6 @@ LayerPairs = dict[str, tuple[nn.Module, nn.Module]]
 
 SMALL_RATE = 0.1
 """The rate of affinities and local branches, as a share of that of hyperplanes."""
-WINDOW = 0.7
-"""In `transfer`, gradients reach projections of up to this times their root mean square.
-
-The usual 1 is better for models that learn from scratch, which start slowly with less.
-"""
 
 
 def check_models(student: nn.Module, teacher: nn.Module) -> None:
@@ -59,76 +50,6 @@ def layer_pairs(student: nn.Module, teacher: nn.Module) -> LayerPairs:
             "pass the model as it was before convert"
         )
     return {name: (student.get_submodule(name), modules[name]) for name in outermost}
-
-
-class PlanesOnProjections(nn.Module):
-    """A parametrisation: hyperplanes lie in the space of a model's queries and keys, which move slowly.
-
-    The weight starts as it is. Its steps are those of `planes @ projections`, head by head: directions that
-    queries and keys ignore are not worth learning, and those are most directions of a free weight.
-    """
-
-    def __init__(self, weight: Tensor, projections: Tensor) -> None:
-        super().__init__()
-        wide = projections.detach().float()
-        planes = weight.detach().float().view(*wide.shape[:-2], -1, wide.shape[-1]) @ torch.linalg.pinv(wide)
-        self.size = float(planes.square().mean().sqrt()) or 1.0
-        self.planes = nn.Parameter((planes / self.size).to(weight))
-        self.projections = nn.Parameter(projections.detach().clone())
-        self.start = self.product().detach()
-
-    def product(self) -> Tensor:
-        """The planes' own part of the weight."""
-        return self.size * (self.planes @ self.projections).flatten(0, -2)
-
-    def forward(self, weight: Tensor) -> Tensor:
-        """The weight that codes are made with."""
-        return weight + (self.product() - self.start)
-
-
-class _Narrowed(torch.autograd.Function):
-    """Projections (..., b) as they are; the gradient is zero where they are large, see `WINDOW`."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        ctx.save_for_backward(y)
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return grads[0] * (scaled(y.float()).abs() <= WINDOW)
-
-
-def _narrowed(bits: int, qk: nn.Module, args: Any, out: Tensor) -> Tensor:
-    """A forward hook of `qk`."""
-    found: Tensor = _Narrowed.apply(out.unflatten(-1, (-1, bits)))  # type: ignore[no-untyped-call]
-    return found.flatten(-2)
-
-
-@contextmanager
-def planes_on_projections(pairs: LayerPairs) -> Iterator[None]:
-    """In the block, the hyperplanes of `sharp_eco` learn in the space of the originals' queries and keys."""
-    with ExitStack() as after:
-        for layer, original in pairs.values():
-            attention: Any = mechanism_in(layer)
-            found = examine("", original)
-            source = None if found is None else found.source
-            if source is None or not getattr(attention, "projects_to_codes", False):
-                continue
-            qk, heads = attention.qk, attention.num_heads
-            fits = source.num_heads == heads and source.dim == qk.in_features and qk.weight.requires_grad
-            if fits and not parametrize.is_parametrized(qk):
-                parts = [source.q, source.k][: 2 if attention.separate else 1]
-                projections = torch.stack(parts).view(len(parts), heads, -1, source.dim).to(qk.weight)
-                parametrize.register_parametrization(
-                    qk, "weight", PlanesOnProjections(qk.weight, projections)
-                )
-                after.callback(parametrize.remove_parametrizations, qk, "weight")
-                weight = qk.parametrizations.weight.original
-                after.callback(weight.requires_grad_(False).requires_grad_, True)
-                after.callback(qk.register_forward_hook(partial(_narrowed, attention.hasher.bits)).remove)
-        yield
 
 
 def parameter_groups(

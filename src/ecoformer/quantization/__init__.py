@@ -1,6 +1,6 @@
 """Integer inference: int8 weights and inputs, int32 sums, and attention by integer additions."""
 
-from ecoformer.quantization.layers import IntegerAttention
+from ecoformer.quantization.attention import IntegerAttention
 from ecoformer.quantization.quantize import (
     Quantization,
     QuantizedLayer,

@@ -19,11 +19,11 @@ from ecoformer.conversion.convert import put, unwrapped
 from ecoformer.conversion.learning import relative_mse
 from ecoformer.hashing.fitting import Forward, check_batches, move, progress_bar, run
 from ecoformer.hashing.kernel import MAX_BITS
+from ecoformer.quantization.attention import IntegerAttention
 from ecoformer.quantization.layers import (
     HIGHEST,
     LOWEST,
     Grid,
-    IntegerAttention,
     IntegerConv2d,
     IntegerLinear,
     quantized_weight,
@@ -205,7 +205,7 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if name.startswith(closed) and closed:
             continue
-        if type(module) is SharpEcoAttention and module.local is None and module.hasher.bits <= MAX_BITS:
+        if type(module) is SharpEcoAttention and module.hasher.bits <= MAX_BITS:
             found[name] = module
             closed = (*closed, f"{name}.")
         elif isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
