@@ -432,3 +432,11 @@ def test_hash_functions_of_other_sizes_or_kinds_are_not_kept():
     for mechanism, settings in (("eco", {"bits": 12, "support": 5}), ("klsh_eco", {"support": 5})):
         report = convert(copy.deepcopy(model), mechanism, **settings)
         assert any("not fitted" in note for note in report.notes)
+
+
+def test_parameters_learn_after_a_conversion_in_inference_mode():
+    model = vit()
+    with torch.inference_mode():
+        convert(model, "sharp_eco")
+    model(images(16, 32)).sum().backward()
+    assert all(p.grad is not None for p in model.blocks[0].attn.parameters())

@@ -77,6 +77,7 @@ class Conversion:
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
 
+@torch.inference_mode(mode=False)  # in which new parameters could not learn
 def convert(
     model: nn.Module, mechanism: str, *, layers: Selection = None, example: Any = None, **config: Any
 ) -> Conversion:
@@ -309,6 +310,9 @@ def put(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     for owner in list(model.modules()):
         if isinstance(owner, nn.TransformerEncoder) and old in owner.modules():
             owner.use_nested_tensor = False  # its fast path reads the weights of nn.MultiheadAttention
+        if isinstance(owner, Adapter) and owner.image is not None and owner.image.patches is old:
+            owner.image.patches = new
+            owner.image.follow()
         for name, child in list(owner._modules.items()):
             if child is old:
                 setattr(owner, name, new)
