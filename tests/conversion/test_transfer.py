@@ -102,7 +102,7 @@ def test_planes_learn_in_the_space_of_the_original_queries_and_keys():
     student, teacher = pair("sharp_eco")
     layers = [layer.self_attn.attention for layer in student.encoder.layers]
     qk = layers[0].qk
-    weight = qk.weight
+    weight, names = qk.weight, list(student.state_dict())
     qk.weight.data[0, 0] += 0.1  # which no combination of rows gives
     start = qk.weight.detach().clone()
     transfer(student, teacher, BATCHES, steps=1, lr=0.0, projection_lr=0.0, **QUIET)
@@ -110,6 +110,7 @@ def test_planes_learn_in_the_space_of_the_original_queries_and_keys():
     assert type(qk) is nn.Linear
     assert weight.requires_grad
     assert torch.equal(weight, start)  # to the bit
+    assert list(student.state_dict()) == names
     transfer(student, teacher, BATCHES, steps=20, lr=1e-2, projection_lr=0.0, **QUIET)
     originals = teacher.encoder.layers[0].self_attn.in_proj_weight.detach()[: 2 * DIM]
     heads = layers[0].num_heads

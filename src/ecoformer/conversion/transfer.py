@@ -205,11 +205,17 @@ def _planes_on_projections(pairs: LayerPairs) -> Iterator[None]:
                 parametrize.register_parametrization(
                     qk, "weight", _PlanesOnProjections(qk.weight, projections)
                 )
-                after.callback(parametrize.remove_parametrizations, qk, "weight")
+                after.callback(_plain_again, qk)
                 weight = qk.parametrizations.weight.original
                 after.callback(weight.requires_grad_(False).requires_grad_, True)
                 after.callback(qk.register_forward_hook(partial(_narrowed, attention.hasher.bits)).remove)
         yield
+
+
+def _plain_again(qk: nn.Module) -> None:
+    """The linear layer without its parametrisation, its parameters in the usual order."""
+    parametrize.remove_parametrizations(qk, "weight")
+    qk.register_parameter("bias", qk._parameters.pop("bias"))
 
 
 def _average(tensor: Tensor, group: dist.ProcessGroup) -> None:
