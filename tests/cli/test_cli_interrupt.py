@@ -43,7 +43,7 @@ def test_a_slow_import_gives_a_sign_of_life(tmp_path):
 
 
 def test_later_commands_can_be_interrupted_as_always(monkeypatch):
-    monkeypatch.setattr("ecoformer.cli.main", lambda: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr("ecoformer.cli.main", lambda: signal.raise_signal(signal.SIGINT))
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         ecoformer_command.main()
