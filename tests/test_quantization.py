@@ -244,6 +244,13 @@ def test_transformers_refuses_int8_weights(tmp_path):
             transformers.BertModel.from_pretrained(folder)
 
 
+def test_a_model_quantised_in_inference_mode_can_be_loaded_into():
+    model = nn.Sequential(nn.Linear(4, 4))
+    with torch.inference_mode():
+        ecoformer.quantize(model, [torch.randn(8, 4)], progress=False)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+
+
 def test_a_copied_and_a_loaded_state_dict_are_exported_alike():
     """Grids are kept as plain numbers too, which loading must bring up to date."""
     model = nn.Sequential(nn.Linear(4, 4))

@@ -102,7 +102,7 @@ def test_planes_learn_in_the_space_of_the_original_queries_and_keys():
     student, teacher = pair("sharp_eco")
     layers = [layer.self_attn.attention for layer in student.encoder.layers]
     qk = layers[0].qk
-    weight, names = qk.weight, list(student.state_dict())
+    weight, names, memory = qk.weight, list(student.state_dict()), qk.weight.data_ptr()
     qk.weight.data[0, 0] += 0.1  # which no combination of rows gives
     start = qk.weight.detach().clone()
     transfer(student, teacher, BATCHES, steps=1, lr=0.0, projection_lr=0.0, **QUIET)
@@ -111,6 +111,7 @@ def test_planes_learn_in_the_space_of_the_original_queries_and_keys():
     assert weight.requires_grad
     assert torch.equal(weight, start)  # to the bit
     assert list(student.state_dict()) == names
+    assert weight.data_ptr() == memory
     transfer(student, teacher, BATCHES, steps=20, lr=1e-2, projection_lr=0.0, **QUIET)
     originals = teacher.encoder.layers[0].self_attn.in_proj_weight.detach()[: 2 * DIM]
     heads = layers[0].num_heads
@@ -119,6 +120,20 @@ def test_planes_learn_in_the_space_of_the_original_queries_and_keys():
     outside = steps - steps @ torch.linalg.pinv(rows) @ rows
     assert steps.norm() > 0.01 * start.norm()
     assert outside.norm() < 1e-4 * steps.norm()
+
+
+def test_a_second_transfer_continues_where_the_first_ended():
+    """Directions in which queries and keys are tiny do not blow up the planes' steps."""
+    torch.manual_seed(0)
+    _, teacher = pair("softmax")
+    for block in teacher.encoder.layers:
+        block.self_attn.in_proj_weight.data[[0, DIM]] *= 1e-3
+    student = copy.deepcopy(teacher)
+    convert(student, "sharp_eco", seed=0)
+    runs = [transfer(student, teacher, BATCHES, steps=60, **QUIET) for _ in range(3)]
+    for name, losses in runs[2].layers.items():
+        assert sum(losses) < 0.8 * sum(runs[0].layers[name])
+        assert runs[2].final[name] < runs[0].final[name]
 
 
 def test_layers_learn_inside_autocast():

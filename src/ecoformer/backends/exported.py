@@ -85,7 +85,7 @@ def attention(call: FusedCall, value_scale: Tensor | None = None) -> Tensor:
 def _features(tokens: Tensor, functions: Functions, call: FusedCall, columns: bool = False) -> Tensor:
     """Features (B, H, N, F) of tokens: the bits and a 1, or 1 for the value that each group has.
 
-    As (B, H, F, N) with `columns`, because products over tokens that need not transpose are faster.
+    As (B, H, F, N) with `columns`: products over tokens then need no transpose, and are faster.
     """
     if call.scale is None:
         found = _bits(tokens.float(), functions, extra=1)

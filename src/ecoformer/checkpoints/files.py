@@ -29,7 +29,7 @@ from ecoformer.quantization import integer_layers
 from ecoformer.storage import CheckpointError
 
 
-@torch.inference_mode(mode=False)  # in which new parameters could not learn
+@torch.inference_mode(mode=False)  # else conversion cannot tell which parameters were read
 def save(
     model: nn.Module,
     path: str | PathLike[str],
@@ -88,7 +88,7 @@ def _shape_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     return {"the model": {"class": type(model).__qualname__}} | structure(model) | tensors
 
 
-@torch.inference_mode(mode=False)  # in which new parameters could not learn
+@torch.inference_mode(mode=False)  # else parameters could not learn
 def load(
     path: str | PathLike[str], model: nn.Module | None = None, *, device: str | torch.device = "cpu"
 ) -> nn.Module:

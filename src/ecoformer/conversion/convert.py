@@ -77,7 +77,7 @@ class Conversion:
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
 
-@torch.inference_mode(mode=False)  # in which new parameters could not learn
+@torch.inference_mode(mode=False)  # else new parameters could not learn
 def convert(
     model: nn.Module, mechanism: str, *, layers: Selection = None, example: Any = None, **config: Any
 ) -> Conversion:
@@ -327,8 +327,8 @@ def _notes(model: nn.Module, pairs: list[tuple[Found, Attention]]) -> list[str]:
     hashed = [attention for _, attention in pairs if isinstance(attention, HashedAttention)]
     if any(attention.local is None for attention in hashed) and not _has_convolutions(model):
         notes.append(
-            "no convolution mixes neighbours in this model, and codes hardly single them out: consider "
-            "local=7 (text) or local=(3, 3) (images)"
+            "no convolution mixes neighbours in this model, which codes hardly do: consider local=7 (text) "
+            "or local=(3, 3) (images), then transfer or distill"
         )
     if any(f.local is not None and (a.local is None or a.local.size != f.local.size) for f, a in pairs):
         notes.append("a local branch of another size is left behind: the new one starts at zero")

@@ -85,7 +85,7 @@ def distill(
             from the start until all steps are made.
         steps: how many batches to learn from.
         lr: highest learning rate; that of `sharp_eco`'s hyperplanes is a hundred times as high, relative to
-            the size of their weights.
+            the size of their weights, and that of its affinities and local branches ten times.
         loss: of the outputs: "mse" relative to the teacher's mean square, "kl" for logits, "cosine" for
             embeddings, or a function of the student's and the teacher's output.
         layers: weight of a second loss, on the attention outputs of each converted layer.

@@ -55,30 +55,32 @@ def layer_pairs(student: nn.Module, teacher: nn.Module) -> LayerPairs:
 def parameter_groups(
     layers: list[nn.Module], attentions: Iterable[Any], code_lr: float, lr: float
 ) -> list[dict[str, Any]]:
-    """The parameters of layers, for an optimiser; `code_lr` is for what is new in `attentions`.
+    """The parameters of layers, for an optimiser; `code_lr` is for hash functions in `attentions`.
 
-    The rate of hyperplanes is relative to the size of their weights in each layer.
+    Affinities and local branches have a share of it. The rate of hyperplanes is relative to the size of
+    their weights in each layer.
     """
     groups: list[dict[str, Any]] = []
+    taken: set[Tensor] = set()
+
+    def add(parameters: Iterable[Tensor], rate: float) -> None:
+        new = [p for p in dict.fromkeys(parameters) if p.requires_grad and p not in taken]
+        taken.update(new)
+        if new:
+            groups.append({"params": new, "lr": rate})
+
     for attention in attentions:
         if getattr(attention, "projects_to_codes", False):
             for name, parameter in attention.qk.named_parameters():
-                if parameter.requires_grad and not name.endswith("projections"):
+                if not name.endswith("projections"):
                     sized = parameter if parameter.ndim > 1 else attention.qk.weight
-                    size = float(sized.detach().float().square().mean().sqrt())
-                    groups.append({"params": [parameter], "lr": code_lr * size})
+                    add([parameter], code_lr * float(sized.detach().float().square().mean().sqrt()))
         rates = {"hasher": code_lr, "affinity": SMALL_RATE * code_lr, "local": SMALL_RATE * code_lr}
         for part, rate in rates.items():
             if (module := getattr(attention, part, None)) is not None:
-                groups.append({"params": _trainable([module]), "lr": rate})
-    taken = {id(p) for group in groups for p in group["params"]}
-    groups.append({"params": [p for p in _trainable(layers) if id(p) not in taken], "lr": lr})
-    return [group for group in groups if group["params"]]
-
-
-def _trainable(modules: list[Any]) -> list[Tensor]:
-    """Parameters that are not frozen, each once."""
-    return list(dict.fromkeys(p for m in modules for p in m.parameters() if p.requires_grad))
+                add(module.parameters(), rate)
+    add((p for layer in layers for p in layer.parameters()), lr)
+    return groups
 
 
 def learn(

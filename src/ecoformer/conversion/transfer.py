@@ -129,7 +129,7 @@ def transfer(
         return total, f"transfer, loss {float(total):.3g}, largest {losses[worst][-1]:.3g} in {worst}"
 
     layers = [layer for layer, _ in pairs.values()]
-    with eval_mode(student, teacher), without_fast_path(), _planes_on_projections(pairs):
+    with eval_mode(student, teacher), without_fast_path(), _planes_on_projections(pairs, ranks):
         groups = parameter_groups(layers, map(mechanism_in, layers), lr, projection_lr)
         parameters = [parameter for each in groups for parameter in each["params"]]
         if not parameters:
@@ -140,10 +140,10 @@ def transfer(
 
 
 class _PlanesOnProjections(nn.Module):
-    """A parametrisation: hyperplanes lie in the space of a model's queries and keys, which move slowly.
+    """A parametrisation: the weight of hyperplanes learns in the space of a model's queries and keys.
 
-    The weight starts as it is. Its steps are those of `planes @ projections`, head by head: directions that
-    queries and keys ignore are not worth learning, and those are most directions of a free weight.
+    It starts as it is. Its steps are those of `planes @ projections`, head by head: directions that queries
+    and keys ignore are not worth learning, and those are most directions of a free weight. The bias is free.
     """
 
     def __init__(self, weight: Tensor, projections: Tensor) -> None:
@@ -152,8 +152,9 @@ class _PlanesOnProjections(nn.Module):
         self.projections = nn.Parameter(projections.detach().to(weight.device, dtype, copy=True))
         rows = weight.detach().to(dtype).view(*projections.shape[:-2], -1, projections.shape[-1])
         with full_precision(weight.device):
-            planes = rows @ torch.linalg.pinv(self.projections.detach())
-        self.size = float(planes.square().mean().sqrt()) or 1.0
+            planes = rows @ torch.linalg.pinv(self.projections.detach(), rtol=1e-2)
+        norm = self.projections.detach().square().mean() * projections.shape[-2]
+        self.size = float((rows.square().mean() / norm.clamp_min(1e-30)).sqrt()) or 1.0
         self.planes = nn.Parameter(planes / self.size)
         self.start = self.product().detach()
 
@@ -188,8 +189,11 @@ def _narrowed(bits: int, qk: nn.Module, args: Any, out: Tensor) -> Tensor:
 
 
 @contextmanager
-def _planes_on_projections(pairs: LayerPairs) -> Iterator[None]:
-    """In the block, the hyperplanes of `sharp_eco` learn in the space of the originals' queries and keys."""
+def _planes_on_projections(pairs: LayerPairs, ranks: dist.ProcessGroup | None) -> Iterator[None]:
+    """In the block, the hyperplanes of `sharp_eco` learn in the space of the originals' queries and keys.
+
+    All ranks take those of the first.
+    """
     with ExitStack() as after:
         for layer, original in pairs.values():
             attention: Any = mechanism_in(layer)
@@ -201,7 +205,9 @@ def _planes_on_projections(pairs: LayerPairs) -> Iterator[None]:
             fits = source.num_heads == heads and source.dim == qk.in_features and qk.weight.requires_grad
             if fits and not parametrize.is_parametrized(qk):
                 parts = [source.q, source.k][: 2 if attention.separate else 1]
-                projections = torch.stack(parts).view(len(parts), heads, -1, source.dim)
+                projections = torch.stack(parts).view(len(parts), heads, -1, source.dim).detach()
+                if ranks is not None:
+                    dist.broadcast(projections, group=ranks, group_src=0)
                 parametrize.register_parametrization(
                     qk, "weight", _PlanesOnProjections(qk.weight, projections)
                 )
@@ -213,8 +219,11 @@ def _planes_on_projections(pairs: LayerPairs) -> Iterator[None]:
 
 
 def _plain_again(qk: nn.Module) -> None:
-    """The linear layer without its parametrisation, its parameters in the usual order."""
-    parametrize.remove_parametrizations(qk, "weight")
+    """The linear layer without its parametrisation, its parameters in the usual order and memory."""
+    weight: Any = qk.weight
+    parametrize.remove_parametrizations(qk, "weight", leave_parametrized=False)
+    with torch.no_grad():
+        qk.get_parameter("weight").copy_(weight)
     qk.register_parameter("bias", qk._parameters.pop("bias"))
 
 

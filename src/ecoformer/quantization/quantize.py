@@ -132,6 +132,7 @@ class Quantization:
         return "\n".join(lines)
 
 
+@torch.inference_mode(mode=False)  # else nothing could be loaded into the new buffers
 @torch.no_grad()
 def quantize(
     model: nn.Module,
