@@ -44,7 +44,10 @@ def test_a_slow_import_gives_a_sign_of_life(tmp_path):
 
 def test_later_commands_can_be_interrupted_as_always(monkeypatch):
     monkeypatch.setattr("ecoformer.cli.main", lambda: signal.raise_signal(signal.SIGINT))
-    handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        ecoformer_command.main()
-    assert signal.getsignal(signal.SIGINT) == handler
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in background jobs
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ecoformer_command.main()
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
