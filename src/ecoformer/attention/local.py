@@ -1,6 +1,6 @@
 """The local branch: a depth-wise convolution of v, for models without convolutions.
 
-Affinities of codes span only a factor of three, so hashed attention cannot single out a neighbour.
+Codes of few bits hardly single out a neighbour: the paper's affinity spans a factor of three only.
 """
 
 from __future__ import annotations
@@ -75,5 +75,10 @@ class LocalBranch(SharesTokens, nn.Module):
 
     def _sums(self, v: Tensor, padding: list[int]) -> Tensor:
         """The convolution of values (B, dim, ...)."""
-        convolve = F.conv1d if len(self.sizes) == 1 else F.conv2d
-        return convolve(v, self.weight, padding=padding, groups=v.shape[1])
+        return depthwise(v, self.weight, padding)
+
+
+def depthwise(v: Tensor, weight: Tensor, padding: list[int]) -> Tensor:
+    """Depth-wise convolution of a sequence (B, C, N) or an image (B, C, height, width)."""
+    convolve = F.conv1d if v.ndim == 3 else F.conv2d
+    return convolve(v, weight, padding=padding, groups=v.shape[1])

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from typing_extensions import Self
 
 from ecoformer.attention.eco import KEY_WEIGHT_GAIN, LARGEST_EXPONENT, HashedAttention, SharpEcoAttention
-from ecoformer.attention.local import LocalBranch
+from ecoformer.attention.local import LocalBranch, depthwise
 from ecoformer.backends.exported import attention as exported_attention
 from ecoformer.backends.exported import exporting
 from ecoformer.backends.fused import FusedCall, Signs
@@ -60,8 +60,7 @@ class IntegerLocal(LocalBranch):
         """int32 sums; in an exported graph, what they stand for."""
         numbers = self.weight.squeeze(-1)
         if exporting():
-            convolve = F.conv1d if len(self.sizes) == 1 else F.conv2d
-            return convolve(v, by_channel(numbers, self.scale), padding=padding, groups=v.shape[1])
+            return depthwise(v, by_channel(numbers, self.scale), padding)
         if len(self.sizes) == 1:
             v, numbers, padding = v.unsqueeze(2), numbers.unsqueeze(2), [0, *padding]
         vertical, horizontal = padding
