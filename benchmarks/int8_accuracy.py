@@ -1,6 +1,6 @@
 """Accuracy of trained models in fp32 and in int8, on their own test data.
 
-    python benchmarks/int8_accuracy.py NAME RUN... [--calibrate 64] [--set data.root=FOLDER]
+    python benchmarks/int8_accuracy.py NAME RUN... [--calibrate 64] [--device cuda] [--set data.root=FOLDER]
 
 Every RUN is the folder of a finished `ecoformer train`. The model is quantised with samples of its training
 data, which are not augmented, and both are judged on the same test samples. "agree" is the share of answers
@@ -25,8 +25,6 @@ from ecoformer.training.batches import Task, measured_batches
 from ecoformer.training.folder import RunFolder
 from ecoformer.training.run import load_splits
 
-CPU = torch.device("cpu")
-
 
 @torch.inference_mode()
 def answers(model: nn.Module, task: Task, batches: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,16 +39,16 @@ def answers(model: nn.Module, task: Task, batches: Any) -> tuple[torch.Tensor, t
     return torch.cat(found), torch.cat(right)
 
 
-def compare(run: Path, count: int, changes: list[str]) -> dict[str, Any]:
+def compare(run: Path, count: int, changes: list[str], device: torch.device) -> dict[str, Any]:
     folder = RunFolder(run)
     recipe = folder.recipe(changes)
     splits = load_splits(recipe)
-    model = ecoformer.load(folder.model_file)
+    model = ecoformer.load(folder.model_file).to(device)
     task = Task(recipe, splits)
-    batches = list(measured_batches(splits.test, recipe, CPU))
+    batches = list(measured_batches(splits.test, recipe, device))
     before, right_before = answers(model, task, batches)
     size = recipe.eval_batch or recipe.batch
-    samples = islice(measured_batches(splits.train, recipe, CPU), -(-count // size))
+    samples = islice(measured_batches(splits.train, recipe, device), -(-count // size))
     calibration = [task.test_batch(*batch)[0] for batch in samples]
     quantization = ecoformer.quantize(model, calibration, forward=forward(task), progress=False)
     after, right_after = answers(model, task, batches)
@@ -78,11 +76,12 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--calibrate", type=int, default=64)
+    parser.add_argument("--device", type=torch.device, default="cpu")
     parser.add_argument("--set", dest="changes", action="append", default=[])
     options = parser.parse_args()
     rows = []
     for run in options.runs:
-        row = compare(run, options.calibrate, options.changes)
+        row = compare(run, options.calibrate, options.changes, options.device)
         rows.append(row)
         shares = {key: f"{row[key]:.2%}" for key in ("fp32", "int8", "agree", "resolves")}
         print(row["attention"]["name"], shares, f"{row['largest_error']:.1e}", row["kept_in_fp32"])
