@@ -18,7 +18,7 @@ from statistics import median
 
 import torch
 from record import peak_memory_mb, write_result
-from text_tokens import text_tokens
+from tokens import text_tokens
 from torch import Tensor
 
 from ecoformer import FitOptions, KernelHasher, reference

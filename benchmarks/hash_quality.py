@@ -15,11 +15,10 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from image_tokens import image_tokens
 from record import write_result
 from rich.console import Console
 from rich.table import Table
-from text_tokens import text_tokens
+from tokens import image_tokens, text_tokens
 from torch import Tensor
 
 from ecoformer import FitOptions, Hasher, KernelHasher, KlshHasher, LshHasher, SignHasher
