@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
+
+from record import Table, figures_of
 
 from ecoformer.accounting import energy_table
 from ecoformer.report.tables import STATUSES
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
-Table = list[list[str]]
 KINDS = {"paper": ("mul", "add"), "exact": ("mul", "add", "exp", "bytes"), "cpu": ("mul", "add", "lookup")}
 HOW = tuple(KINDS)
 LINES = (
@@ -31,7 +30,7 @@ LINES = (
 
 def cost_totals() -> Table:
     """Counts and energy of PVTv2-B0 by every accounting."""
-    figures, rows = _figures("accounting"), []
+    figures, rows = figures_of("accounting"), []
     for mechanism, how in (("softmax", "paper"), ("softmax", "exact"), *(("eco", how) for how in HOW)):
         found = figures[mechanism][how]
         counts = _millions(*(found["total"][kind] for kind in ("mul", "add", "lookup", "exp", "bytes")))
@@ -43,7 +42,7 @@ def cost_totals() -> Table:
 
 def cost_savings() -> Table:
     """What hashed attention saves of softmax's energy."""
-    figures = _figures("accounting")
+    figures = figures_of("accounting")
     shares = {how: (figures["savings_of_attention"][how], *figures["savings"][how].values()) for how in HOW}
     rows = [[how, *(f"{share:.1%}" for share in found)] for how, found in shares.items()]
     return [["accounting", "attention alone", "model", "+ SRAM", "+ DRAM"], *rows]
@@ -51,7 +50,7 @@ def cost_savings() -> Table:
 
 def cost_lines() -> Table:
     """Hashed attention line by line."""
-    figures = _figures("accounting")["eco"]
+    figures = figures_of("accounting")["eco"]
     lines = {line["line"]: line for line in figures["lines"]}
     if set(lines) != set(LINES):
         raise ValueError(f"results/accounting.json has other lines than the table: {set(lines) ^ set(LINES)}")
@@ -67,7 +66,7 @@ def cost_lines() -> Table:
 def cost_native() -> Table:
     """The model as timm ships it beside softmax and hashed attention."""
     found: dict[int, dict[str, Any]] = {}
-    for row in _figures("accounting")["native"]:
+    for row in figures_of("accounting")["native"]:
         found.setdefault(row["resolution"], {})[row["mechanism"]] = row
     rows = []
     for side, models in found.items():
@@ -83,35 +82,19 @@ def cost_native() -> Table:
 
 def cost_processes() -> Table:
     """Energy at 45 nm and 7 nm, operations alone and with each memory; in brackets, times native."""
-    rows: Table = []
-    native: dict[str, float] = {}
-    for row in _figures("accounting")["native"]:
-        energies = row["energy_pj"]
-        native = energies if row["mechanism"] == "native" else native
-        cells = (f"{_mj(energy)} ({energy / native[table]:.2f})" for table, energy in energies.items())
-        rows.append([str(row["resolution"]), row["mechanism"], *cells])
-    heads = ["45 nm", "+ SRAM", "+ DRAM", "7 nm", "+ SRAM", "+ HBM", "+ DRAM"]
-    return [["resolution", "attention", *heads], *rows]
+    return _energies(figures_of("accounting")["native"], ["resolution"])
 
 
 def cost_integers() -> Table:
-    """fp32 and int8, operations alone and with each memory; in brackets, times native in the same numbers."""
-    rows: Table = []
-    native: dict[str, float] = {}
-    for row in _figures("integer_energy"):
-        energies = row["energy_pj"]
-        native = energies if row["mechanism"] == "native" else native
-        cells = (f"{_mj(energy)} ({energy / native[table]:.2f})" for table, energy in energies.items())
-        rows.append([str(row["resolution"]), row["numbers"], row["mechanism"], *cells])
-    heads = ["45 nm", "+ SRAM", "+ DRAM", "7 nm", "+ SRAM", "+ HBM"]
-    return [["resolution", "numbers", "attention", *heads], *rows]
+    """The same in fp32 and int8; in brackets, times native in the same numbers."""
+    return _energies(figures_of("integer_energy"), ["resolution", "numbers"])
 
 
 def cost_widths() -> Table:
     """Where the energy of an int8 model goes, by width, at 224 pixels."""
     prices = energy_table("45nm").widths
     rows: Table = []
-    for row in _figures("integer_energy"):
+    for row in figures_of("integer_energy"):
         if (row["resolution"], row["numbers"]) != (224, "int8"):
             continue
         for width, counts in row["widths"].items():
@@ -124,7 +107,7 @@ def cost_widths() -> Table:
 
 def cost_cells() -> Table:
     """How the cells of the paper's tables come out."""
-    counts = _figures("accounting")["tables"]
+    counts = figures_of("accounting")["tables"]
     rows = [[name, str(counts.get(name, 0)), meaning] for name, meaning in STATUSES.items()]
     return [["status", "cells", "meaning"], *rows]
 
@@ -132,7 +115,7 @@ def cost_cells() -> Table:
 def bitfusion_table() -> Table:
     """The paper's hardware table."""
     rows = []
-    for row in _figures("bitfusion")["table"]:
+    for row in figures_of("bitfusion")["table"]:
         difference = f"{row['energy_nj'] / row['printed_energy'] - 1:+.1%}".replace("-0.0%", "+0.0%")
         latencies = (f"{row[key]:.4f}" for key in ("latency_ms", "printed_latency_ms"))
         energies = (f"{row[key]:,.2f}" for key in ("energy_nj", "printed_energy"))
@@ -144,7 +127,7 @@ def bitfusion_table() -> Table:
 def bitfusion_layer() -> Table:
     """The layer with all of its queries."""
     rows = []
-    for name, row in _figures("bitfusion")["layer"].items():
+    for name, row in figures_of("bitfusion")["layer"].items():
         shares = (f"{row[key]:.0%}" for key in ("stalls", "dram", "buffers", "array"))
         rows.append([name, f"{row['cycles']:,}", f"{row['ms']:.2f}", f"{row['mj']:.2f}", *shares])
     head = ["layer", "cycles", "ms", "mJ", "stalls"]
@@ -154,7 +137,7 @@ def bitfusion_layer() -> Table:
 def bitfusion_models() -> Table:
     """PVTv2-B0 with each mechanism."""
     rows = []
-    for name, row in _figures("bitfusion")["models"].items():
+    for name, row in figures_of("bitfusion")["models"].items():
         numbers = (f"{row['macs'] / 1e6:,.1f}", f"{row['ms']:.2f}", f"{row['mj']:.2f}")
         rows.append([name, *numbers, f"{row['attention']:.0%}"])
     return [["attention", "10⁶ products", "ms", "mJ", "share of attention"], *rows]
@@ -162,7 +145,7 @@ def bitfusion_models() -> Table:
 
 def bitfusion_codes() -> Table:
     """Products with codes, and the model with hashed attention, by the bits that move a code's bit."""
-    figures, rows = _figures("bitfusion"), []
+    figures, rows = figures_of("bitfusion"), []
     for name, found in figures["codes"].items():
         cells = (f"{found[bits]['cycles']:,} | {found[bits]['uj'] / 1e3:.4g}" for bits in ("1", "2", "8"))
         rows.append([name, *cells])
@@ -171,8 +154,16 @@ def bitfusion_codes() -> Table:
     return [["product", "1 bit: cycles", "mJ", "2 bits: cycles", "mJ", "8 bits: cycles", "mJ"], *rows]
 
 
-def _figures(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
+def _energies(rows: list[dict[str, Any]], keys: list[str]) -> Table:
+    table: Table = []
+    native: dict[str, float] = {}
+    for row in rows:
+        energies = row["energy_pj"]
+        native = energies if row["mechanism"] == "native" else native
+        cells = (f"{_mj(energy)} ({energy / native[name]:.2f})" for name, energy in energies.items())
+        table.append([*(str(row[key]) for key in (*keys, "mechanism")), *cells])
+    heads = ["45 nm", "+ SRAM", "+ DRAM", "7 nm", "+ SRAM", "+ HBM", "+ DRAM"]
+    return [[*keys, "attention", *heads[: len(native)]], *table]
 
 
 def _mj(pj: float) -> str:
@@ -183,17 +174,17 @@ def _millions(*numbers: int) -> list[str]:
     return [f"{x / 1e6:,.1f}" if x else "" for x in numbers]
 
 
-MAKERS = (
-    cost_totals,
-    cost_savings,
-    cost_lines,
-    cost_native,
-    cost_processes,
-    cost_integers,
-    cost_widths,
-    cost_cells,
-    bitfusion_table,
-    bitfusion_layer,
-    bitfusion_models,
-    bitfusion_codes,
-)
+MAKERS: dict[str, Callable[[], Table]] = {
+    "cost_totals": cost_totals,
+    "cost_savings": cost_savings,
+    "cost_lines": cost_lines,
+    "cost_native": cost_native,
+    "cost_processes": cost_processes,
+    "cost_integers": cost_integers,
+    "cost_widths": cost_widths,
+    "cost_cells": cost_cells,
+    "bitfusion_table": bitfusion_table,
+    "bitfusion_layer": bitfusion_layer,
+    "bitfusion_models": bitfusion_models,
+    "bitfusion_codes": bitfusion_codes,
+}

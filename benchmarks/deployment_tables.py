@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
-Table = list[list[str]]
+from record import Table, figures_of
+
 NAMES = ("native", "softmax", "eco", "sharp_eco")
-RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
 def deployment_latency() -> Table:
     """Milliseconds by runtime and size, and the size of the file."""
-    figures = _figures()
+    figures = figures_of("deployment")
     files = [f"{figures['sizes'][name] / 1e6:.1f}" for name in NAMES]
     rows = [
         [row["runtime"], str(row["size"]), *(_number(row["median_ms"].get(name)) for name in NAMES)]
@@ -33,7 +32,7 @@ def deployment_speed() -> Table:
             str(row["size"]),
             *(f"{row['speed'][p]:.2f}" if p in row["speed"] else "" for p in pairs),
         ]
-        for row in _figures()["latency"]
+        for row in figures_of("deployment")["latency"]
     ]
     return [["runtime", "pixels", *pairs], *rows]
 
@@ -48,7 +47,7 @@ def deployment_checks() -> Table:
             f"{row['error']:.0e}",
             f"{row['same_top1']:.0%}",
         ]
-        for row in _figures("deployment_vit")["checks"] + _figures()["checks"]
+        for row in figures_of("deployment_vit")["checks"] + figures_of("deployment")["checks"]
     ]
     return [["model", "attention", "batches", "largest error", "same top-1"], *rows]
 
@@ -57,7 +56,7 @@ def deployment_runtimes() -> Table:
     """What other runtimes computed by slower code, at 224 pixels."""
     rows = [
         [runtime, name, note]
-        for runtime, sizes in _figures()["notes"].items()
+        for runtime, sizes in figures_of("deployment")["notes"].items()
         for name, note in sizes.get("224", {}).items()
     ]
     return [["runtime", "attention", "what was left"], *rows]
@@ -65,7 +64,7 @@ def deployment_runtimes() -> Table:
 
 def deployment_int8() -> Table:
     """Milliseconds in ONNX Runtime, in fp32 and int8, and how many times as fast as native in int8."""
-    latency, own = _figures("deployment_int8")["latency"], "native, by ONNX Runtime"
+    latency, own = figures_of("deployment_int8")["latency"], "native, by ONNX Runtime"
     head = [str(row["size"]) for row in latency]
     rows = []
     for label in (*(f"{name}, {numbers}" for numbers in ("fp32", "int8") for name in NAMES), own):
@@ -83,7 +82,7 @@ def cpu_integer() -> Table:
     head = ["batch, heads, tokens, channels", "fp32", "int8", "int8 with packing"]
     times = ["times as fast", "with packing", "times as fast, CPU time", "with packing, CPU time"]
     rows = []
-    for row in _figures("cpu_integer")["attention"]:
+    for row in figures_of("cpu_integer")["attention"]:
         found = [row[how]["median"] for how in ("2 threads, elapsed", "1 thread, CPU time")]
         shown = [f"{ms:.3g}" for ms in found[0]["ms"].values()]
         shown += [f"{ratio:.1f}" for each in found for ratio in each["ratios"].values()]
@@ -91,37 +90,24 @@ def cpu_integer() -> Table:
     return [[*head, *times], *rows]
 
 
-def int8_mosaic() -> Table:
-    """Accuracy in fp32 and int8: the models of the demo."""
-    return _accuracies("int8_mosaic")
-
-
-def int8_cifar100() -> Table:
-    """Accuracy in fp32 and int8: photographs."""
-    return _accuracies("int8_cifar100")
-
-
-def _accuracies(name: str) -> Table:
+def accuracies(name: str) -> Table:
+    """Accuracy in fp32 and int8."""
     keys = ("fp32", "int8", "agree", "resolves")
-    rows = [[row["attention"]["name"], *(f"{row[key]:.2%}" for key in keys)] for row in _figures(name)]
+    rows = [[row["attention"]["name"], *(f"{row[key]:.2%}" for key in keys)] for row in figures_of(name)]
     return [["attention", "fp32", "int8", "same answer", "resolves"], *rows]
-
-
-def _figures(name: str = "deployment") -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
 
 
-MAKERS = (
-    deployment_latency,
-    deployment_speed,
-    deployment_checks,
-    deployment_runtimes,
-    deployment_int8,
-    cpu_integer,
-    int8_mosaic,
-    int8_cifar100,
-)
+MAKERS: dict[str, Callable[[], Table]] = {
+    "deployment_latency": deployment_latency,
+    "deployment_speed": deployment_speed,
+    "deployment_checks": deployment_checks,
+    "deployment_runtimes": deployment_runtimes,
+    "deployment_int8": deployment_int8,
+    "cpu_integer": cpu_integer,
+    "int8_mosaic": partial(accuracies, "int8_mosaic"),
+    "int8_cifar100": partial(accuracies, "int8_cifar100"),
+}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
-Table = list[list[str]]
+from record import Table, figures_of
+
 CONTESTANTS = {
     ("explicit", "N x N matrix"): "softmax, N × N matrix",
     ("softmax", "sdpa"): "softmax, SDPA",
@@ -19,7 +18,7 @@ CONTESTANTS = {
 
 def gpu_times() -> Table:
     """Attention from tokens to output: CUDA graphs, and in brackets calls from Python."""
-    kernels, names = _figures("gpu_kernels"), ("triton", "sdpa", "compiled", "eager")
+    kernels, names = figures_of("gpu_kernels"), ("triton", "sdpa", "compiled", "eager")
     bandwidth = kernels["ceilings"]["rows"][0]["copy_tb_per_s"]
 
     def cells(row: dict[str, Any]) -> list[str]:
@@ -35,7 +34,7 @@ def gpu_times() -> Table:
 
 def gpu_growth() -> Table:
     """Time and memory against the number of tokens."""
-    rows = {(row["shape"][2], row["backward"]): row for row in _figures("gpu_kernels")["growth"]["rows"]}
+    rows = {(row["shape"][2], row["backward"]): row for row in figures_of("gpu_kernels")["growth"]["rows"]}
     table = [["tokens", "forward", "forward and backward", "peak memory"]]
     for tokens in sorted({tokens for tokens, _ in rows}):
         times = [f"{1e3 * rows[tokens, backward]['ms']['triton']:.0f} µs" for backward in (False, True)]
@@ -45,7 +44,7 @@ def gpu_growth() -> Table:
 
 def gpu_causal() -> Table:
     """Causal order against causal SDPA."""
-    rows = _figures("gpu_kernels")["causal"]["rows"]
+    rows = figures_of("gpu_kernels")["causal"]["rows"]
     times = ([f"{1e3 * row['ms'][name]:.0f}" for name in ("triton", "sdpa")] for row in rows)
     found = [[_shape(row), _passes(row), *cells] for row, cells in zip(rows, times, strict=True)]
     return [["B, H, N, D", "", "Triton, causal", "SDPA, causal"], *found]
@@ -53,7 +52,7 @@ def gpu_causal() -> Table:
 
 def gpu_crossover() -> Table:
     """From how many tokens on hashed attention is faster than SDPA."""
-    figures, found = _figures("lengths_gpu"), dict[str, list[str]]()
+    figures, found = figures_of("lengths_gpu"), dict[str, list[str]]()
     for row in (*figures["crossover"], *figures["crossover_of_graphs_beside_other_work"]):
         key = ", ".join(str(row[name]) for name in ("batch", "heads", "channels"))
         found.setdefault(key, []).append("-" if row["slower_at"] is None else f"{row['tokens']:,}")
@@ -63,13 +62,13 @@ def gpu_crossover() -> Table:
 
 def gpu_compiled() -> Table:
     """Compiled models, images a second."""
-    return _models({part: facts["rows"] for part, facts in _figures("gpu_models_compiled").items()})
+    return _models({part: facts["rows"] for part, facts in figures_of("gpu_models_compiled").items()})
 
 
 def gpu_uncompiled() -> Table:
     """Models without the compiler, images a second."""
     parts: dict[str, list[dict[str, Any]]] = {}
-    for part, facts in _figures("gpu_models").items():
+    for part, facts in figures_of("gpu_models").items():
         size, more = ("224", ", training") if part == "train" else (part, "")
         for row in facts["rows"]:
             parts.setdefault(f"{size}, batch {row['batch']}{more}", []).append(row)
@@ -78,8 +77,8 @@ def gpu_uncompiled() -> Table:
 
 def gpu_energy() -> Table:
     """Energy of attention at the first shape, and of a compiled model for one image."""
-    attention = {(row["mechanism"], row["backend"]): row for row in _figures("gpu_energy")["rows"]}
-    model = _by_contestant(_figures("gpu_models_compiled")["224, batch 256"]["rows"])
+    attention = {(row["mechanism"], row["backend"]): row for row in figures_of("gpu_energy")["rows"]}
+    model = _by_contestant(figures_of("gpu_models_compiled")["224, batch 256"]["rows"])
     cells: list[list[str]] = [["attention, mJ"], ["compiled model, mJ an image"]]
     for key in CONTESTANTS:
         cells[0].append(f"{1e3 * attention[key]['energy']['joules']:.0f}" if key in attention else "")
@@ -115,16 +114,12 @@ def _passes(row: dict[str, Any]) -> str:
     return "forward and backward" if row["backward"] else "forward"
 
 
-def _figures(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
-
-
-MAKERS = (
-    gpu_times,
-    gpu_growth,
-    gpu_causal,
-    gpu_crossover,
-    gpu_compiled,
-    gpu_uncompiled,
-    gpu_energy,
-)
+MAKERS: dict[str, Callable[[], Table]] = {
+    "gpu_times": gpu_times,
+    "gpu_growth": gpu_growth,
+    "gpu_causal": gpu_causal,
+    "gpu_crossover": gpu_crossover,
+    "gpu_compiled": gpu_compiled,
+    "gpu_uncompiled": gpu_uncompiled,
+    "gpu_energy": gpu_energy,
+}

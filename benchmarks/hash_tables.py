@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
-Table = list[list[str]]
+from record import Table, figures_of
 
 
 def quality(tokens: str) -> Table:
     """Quality of all hashers on one kind of tokens."""
     names = ("objective", "recall", "correlation")
-    rows = _quality()[tokens].values()
+    rows = next(part["rows"] for part in figures_of("hash_quality") if part["tokens"] == tokens)
     return [
         ["hasher", "objective", "recall of top 10", "correlation"],
         *([row["method"], *(_spread(row, name) for name in names)] for row in rows),
@@ -24,7 +21,7 @@ def quality(tokens: str) -> Table:
 
 def fit_speed() -> Table:
     """Seconds to learn hash functions."""
-    figures = _figures("fit_speed")
+    figures = figures_of("fit_speed")
     rows, long = figures["rows"], figures["long"]
     methods = dict.fromkeys(name for row in rows for name in row["seconds"])
     table = [
@@ -37,16 +34,8 @@ def fit_speed() -> Table:
     return table
 
 
-def _quality() -> dict[str, dict[str, dict[str, Any]]]:
-    return {part["tokens"]: {row["method"]: row for row in part["rows"]} for part in _figures("hash_quality")}
-
-
 def _spread(row: dict[str, Any], name: str) -> str:
     return f"{row[name]:.3f} ± {row[f'{name}_std']:.3f}"
-
-
-def _figures(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
 
 
 MAKERS: dict[str, Callable[[], Table]] = {

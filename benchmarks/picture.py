@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
@@ -10,6 +9,7 @@ from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from record import figures_of
 
 ROOT = Path(__file__).resolve().parent.parent
 COLOURS = {"native": "#555555", "softmax": "#d55e00", "eco": "#56b4e9", "sharp_eco": "#009e73"}
@@ -46,7 +46,7 @@ def draw(name: str, panels: tuple[Callable[[Any], None], ...], **scales: str) ->
 
 
 def energy(axes: Any) -> None:
-    rows = [row for row in _figures("gains") if row["model"] == "PVTv2-B0"]
+    rows = [row for row in figures_of("gains") if row["model"] == "PVTv2-B0"]
     sizes = [row["size"] for row in rows]
     for name, colour in COLOURS.items():
         joules = [row["energy_pj"][name] / 1e9 for row in rows]
@@ -59,7 +59,7 @@ def energy(axes: Any) -> None:
 
 def times(axes: Any) -> None:
     found: dict[tuple[str, str], dict[int, float]] = {}
-    for row in _figures("lengths_cpu")["lengths"]:
+    for row in figures_of("lengths_cpu")["lengths"]:
         found.setdefault((row["mechanism"], row["backend"]), {})[row["shape"][2]] = row["median_ms"]
     for (key, label), colour in zip(
         TIMED.items(), ("#d55e00", "#cc79a7", "#e69f00", "#56b4e9", "#0072b2"), strict=True
@@ -77,9 +77,9 @@ def pictures(axes: Any) -> None:
     found: dict[str, list[tuple[float, float]]] = {}
     for file, base in (("cifar100_sharp", None), ("cifar100", None), ("cifar100_others", "cifar100")):
         softmax = {
-            r["seed"]: r["accuracy"] for r in _figures(base or file)["rows"] if r["label"] == "softmax"
+            r["seed"]: r["accuracy"] for r in figures_of(base or file)["rows"] if r["label"] == "softmax"
         }
-        rows = _figures(file)["rows"]
+        rows = figures_of(file)["rows"]
         known = {row["label"] for row in rows} & set(found)
         for row in rows:
             if row["label"] not in known:
@@ -101,8 +101,8 @@ def pictures(axes: Any) -> None:
 def lists(axes: Any) -> None:
     """ListOps: accuracy over energy."""
     found: dict[str, list[tuple[float, float]]] = {}
-    sharp = _figures("listops_sharp")["rows"]
-    others = [row for row in _figures("listops")["rows"] if row["label"] not in ("softmax", "eco:local=7")]
+    sharp = figures_of("listops_sharp")["rows"]
+    others = [row for row in figures_of("listops")["rows"] if row["label"] not in ("softmax", "eco:local=7")]
     for row in (*sharp, *others):
         point = (row["energy_pj"] / 1e9, 100 * row["accuracy"])
         found.setdefault(row["label"], []).append(point)
@@ -123,10 +123,6 @@ def _scatter(
         name = f"{label} ({len(ys)} seeds)" if len(ys) > 1 else label
         offset = moved.get(label, (6, -3))
         axes.annotate(name, (x, mean(ys)), offset, textcoords="offset points", color=colour, fontsize=9)
-
-
-def _figures(name: str) -> Any:
-    return json.loads((ROOT / "results" / f"{name}.json").read_text())["figures"]
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from statistics import mean
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
-Table = list[list[str]]
+from record import Table, figures_of
+
 WORTH_IT = 0.85
 """Energy must fall below this share of native's, and CPU time must fall."""
 
@@ -16,10 +16,10 @@ WORTH_IT = 0.85
 def gains() -> Table:
     """What sharp_eco takes of the model as it is, and whether that is worth a conversion."""
     speeds = {
-        int(name.split(",")[0]): _images_per_s(part) for name, part in _figures("gpu_models_sharp").items()
+        int(name.split(",")[0]): _images_per_s(part) for name, part in figures_of("gpu_models_sharp").items()
     }
     rows = []
-    for row in _figures("gains"):
+    for row in figures_of("gains"):
         energy, seconds = (row[key]["sharp_eco"] / row[key]["native"] for key in ("energy_pj", "cpu_seconds"))
         gpu = speeds[row["size"]] if row["model"] == "PVTv2-B0" else None
         times = f"{gpu['native'] / gpu['sharp_eco']:.2f}" if gpu else ""
@@ -38,11 +38,13 @@ def gains() -> Table:
 
 def accuracies() -> Table:
     """Accuracy after equal training; the mean over seeds, and how many."""
-    images = _by_mechanism(_figures("cifar100_sharp")["rows"])
-    reviews = _by_mechanism(_figures("imdb_sharp")["rows"])
-    lists = _by_mechanism(_figures("listops_sharp")["rows"])
-    blunt = {row["label"]: row["accuracy"] for row in _figures("listops")["rows"]}
-    runs = [run for run in _figures("recall_sharp")["runs"] if run["pairs"] == 128 and not run["soft_start"]]
+    images = _by_mechanism(figures_of("cifar100_sharp")["rows"])
+    reviews = _by_mechanism(figures_of("imdb_sharp")["rows"])
+    lists = _by_mechanism(figures_of("listops_sharp")["rows"])
+    blunt = {row["label"]: row["accuracy"] for row in figures_of("listops")["rows"]}
+    runs = [
+        run for run in figures_of("recall_sharp")["runs"] if run["pairs"] == 128 and not run["soft_start"]
+    ]
     found = _by_mechanism([row for run in runs for row in run["rows"]])
     return [
         ["accuracy", "native", "softmax", "eco", "sharp_eco"],
@@ -70,26 +72,17 @@ def accuracies() -> Table:
 
 def million_tokens() -> Table:
     """Peak memory of a million tokens, forward and backward."""
-    figures = _figures("million_tokens")
+    figures = figures_of("million_tokens")
     rows = [[order, f"{figures[order]['peak_rss_mb'] / 1024:.1f} GB"] for order in ("full", "causal")]
     return [["order", "peak memory of the process"], *rows]
 
 
-def minilm() -> Table:
+def encoder(name: str) -> Table:
     """A sentence encoder after conversion, transfer and distillation; means over seeds."""
-    return _minilm("minilm_sharp")
-
-
-def minilm_local() -> Table:
-    """The same with a local branch, in an eighth of the steps."""
-    return _minilm("minilm_local")
-
-
-def _minilm(name: str) -> Table:
     names = ("spearman", "same nearest", "same ten nearest", "cosine to the original")
     rows = [
         [variant, stage, *(f"{mean(run[name] for run in runs):.3f}" for name in names)]
-        for variant, figures in _figures(name)["variants"].items()
+        for variant, figures in figures_of(name)["variants"].items()
         for stage, runs in figures["stages"].items()
     ]
     header = ["mechanism", "stage", "Spearman", "same nearest", "same ten nearest", "cosine"]
@@ -116,8 +109,10 @@ def _percent(accuracies: list[float]) -> str:
     return f"{100 * mean(accuracies):.1f} % ({seeds})"
 
 
-def _figures(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
-
-
-MAKERS = (gains, accuracies, million_tokens, minilm, minilm_local)
+MAKERS: dict[str, Callable[[], Table]] = {
+    "gains": gains,
+    "accuracies": accuracies,
+    "million_tokens": million_tokens,
+    "minilm": partial(encoder, "minilm_sharp"),
+    "minilm_local": partial(encoder, "minilm_local"),
+}

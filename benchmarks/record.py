@@ -16,6 +16,7 @@ from ecoformer.third_party import repair_torchvision
 
 repair_torchvision()  # for all benchmarks, which import this file first
 RESULTS = Path(__file__).resolve().parent.parent / "results"
+Table = list[list[str]]
 
 
 def write_result(name: str, figures: Any) -> Path:
@@ -31,6 +32,11 @@ def write_result(name: str, figures: Any) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
+
+
+def figures_of(name: str) -> Any:
+    """The figures in `results/NAME.json`."""
+    return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
 
 
 def peak_memory_mb() -> float:

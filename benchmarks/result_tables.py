@@ -1,16 +1,16 @@
 """Fill the tables of README.md and of pages under docs/ from the files under results/.
 
-A table stands between the lines `<!-- table: NAME -->` and `<!-- end of table -->`; NAME is a function here,
-in cost_tables.py, gpu_tables.py, hash_tables.py or readme_tables.py.
+A table stands between the lines `<!-- table: NAME -->` and `<!-- end of table -->`; NAME is a key of
+TABLES here, or of MAKERS in cost_tables.py, deployment_tables.py, gpu_tables.py, hash_tables.py or
+readme_tables.py.
 """
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -21,6 +21,9 @@ import gpu_tables
 import hash_tables
 import readme_tables
 import torch
+from record import Table, figures_of
+
+from ecoformer.report.tables import printed_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = (
@@ -37,12 +40,11 @@ DOCS = (
     "quantization",
 )
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS))
-Table = list[list[str]]
 
 
 def affinity_cpu() -> Table:
     """The CPU kernels: groups of bits next to the paper's affinity."""
-    rows = _figures("affinity_cpu")
+    rows = figures_of("affinity_cpu")
     names = list(rows[0]["ms"])
     ratios = [f"{name}, times the paper's" for name in names[1:]]
     return [
@@ -62,7 +64,7 @@ def cpu_attention() -> Table:
     """The CPU kernels against SDPA and eager: milliseconds, and how many times faster."""
     names = ("sdpa", "eager", "cpu")
     cells = []
-    for row in _figures("cpu_kernels")["attention"]:
+    for row in figures_of("cpu_kernels")["attention"]:
         times, ratios = row["in a row"]["median_ms"], row["in a row"]["ratios"]
         cell = [_shape(row["shape"]), *(f"{times[name]:.2f}" for name in names)]
         cell += [f"{ratios[f'{name} / cpu']:.1f}" for name in names[:2]]
@@ -75,7 +77,7 @@ def cpu_backward() -> Table:
     """Forward and backward by the CPU kernels against eager."""
     names = ("eco", "sharp_eco")
     cells = []
-    for row in _figures("cpu_backward")["attention"]:
+    for row in figures_of("cpu_backward")["attention"]:
         times = [f"{row[name]['median_ms'][who]:.2f}" for name in names for who in ("eager", "cpu")]
         cells.append([_shape(row["shape"]), *times, *(f"{row[name]['eager / cpu']:.1f}" for name in names)])
     head = [f"{name}, {who}, ms" for name in names for who in ("eager", "CPU backend")]
@@ -85,7 +87,7 @@ def cpu_backward() -> Table:
 
 def cpu_models() -> Table:
     """PVTv2-B0 on a CPU, images a second."""
-    rows = _figures("cpu_kernels")["models"]
+    rows = figures_of("cpu_kernels")["models"]
     names = ("N x N matrix", "sdpa", "eager", "cpu")
     cells = []
     for batch, last in sorted({(row["batch"], row["channels_last"]) for row in rows}):
@@ -99,7 +101,7 @@ def cpu_models() -> Table:
 def cpu_crossover() -> Table:
     """From how many tokens on hashed attention is faster than SDPA."""
     found: dict[str, list[str]] = {}
-    for row in sorted(_figures("lengths_cpu")["crossover"], key=lambda row: row["backward"]):
+    for row in sorted(figures_of("lengths_cpu")["crossover"], key=lambda row: row["backward"]):
         key = ", ".join(str(row[name]) for name in ("batch", "heads", "channels"))
         found.setdefault(key, []).append(str(row["tokens"]))
     head = ["batch, heads, channels", "forward", "forward and backward, eager"]
@@ -124,14 +126,14 @@ def gpu_affinity() -> Table:
                 *cells(row, "4x4"),
                 *cells(row, "signs"),
             ]
-            for row in _figures("gpu_affinity")["time"]
+            for row in figures_of("gpu_affinity")["time"]
         ),
     ]
 
 
 def gpu_models() -> Table:
     """Images a second of PVTv2-B0 on the GPU, by the fastest backend of each mechanism, next to native."""
-    sizes = _figures("gpu_models_sharp")
+    sizes = figures_of("gpu_models_sharp")
     speeds: dict[str, list[float]] = {}
     for size in sizes.values():
         for name in ("native", "softmax", "eco", "sharp_eco"):
@@ -174,7 +176,7 @@ def cifar100() -> Table:
 def cifar100_speed() -> Table:
     """Images a second by the fastest backend of each mechanism."""
     best: dict[str, dict[str, float]] = {}
-    for part, found in _figures("cifar100_speed").items():
+    for part, found in figures_of("cifar100_speed").items():
         for row in found["rows"]:
             if not row["checked"]["passed"]:
                 raise ValueError(f"cifar100_speed: {row['mechanism']} failed its check")
@@ -208,7 +210,7 @@ def cifar100_codes() -> Table:
 
 def cifar100_224() -> Table:
     """The paper's path at 224 pixels."""
-    figures, rows = _figures("cifar100_224"), _by_label("cifar100_224")
+    figures, rows = figures_of("cifar100_224"), _by_label("cifar100_224")
     unfinished = figures["unfinished"]["eco, teacher.weight=0"]["4"]
     saved = 1 - rows["eco"]["energy_pj"] / rows["softmax"]["energy_pj"]
     return [
@@ -275,22 +277,12 @@ def masked_bytes() -> Table:
 def sharp_recall() -> Table:
     """Recall by sharp_eco, softmax and eco."""
     found: dict[tuple[int, str], list[str]] = {}
-    for run in _figures("recall_sharp")["runs"]:
+    for run in figures_of("recall_sharp")["runs"]:
         for row in run["rows"]:
             label = _name(row["mechanism"]) + (", soft start" if run["soft_start"] else "")
             found.setdefault((run["pairs"], label), []).append(_percent(row["accuracy"]))
     rows = [[str(pairs), label, ", ".join(seeds)] for (pairs, label), seeds in sorted(found.items())]
     return [["pairs", "attention", "accuracy, seed by seed"], *rows]
-
-
-def sharp_listops() -> Table:
-    """ListOps by sharp_eco and softmax."""
-    return [["ListOps, 2,500 steps", "accuracy, seed by seed"], *_by_seed("listops_sharp")]
-
-
-def sharp_imdb() -> Table:
-    """IMDb by sharp_eco, eco and softmax."""
-    return [["IMDb, 3,000 steps", "accuracy, seed by seed"], *_by_seed("imdb_sharp")]
 
 
 def sharp_cifar100() -> Table:
@@ -309,47 +301,53 @@ def sharp_cifar100() -> Table:
     ]
 
 
-def sharp_cifar100_224() -> Table:
-    """A softmax model at 224 pixels, converted and taught."""
-    return _taught("cifar100_224_sharp", "CIFAR-100, 224 pixels", "softmax, before")
+def by_seed(name: str, title: str) -> Table:
+    """Each mechanism's accuracies on all seeds."""
+    found: dict[str, list[str]] = {}
+    for row in _rows(name):
+        found.setdefault(_name(row["label"]), []).append(_percent(row["accuracy"]))
+    return [[title, "accuracy, seed by seed"], *([label, ", ".join(seeds)] for label, seeds in found.items())]
 
 
-def vit_converted() -> Table:
-    """A plain ViT, converted and taught for as many epochs as it was trained before."""
-    return _taught("vit_converted", "CIFAR-100, DeiT-tiny's shape", "native, before")
+def taught(name: str, title: str, before: str) -> Table:
+    """A model as it was, and what it became with the same number of epochs and the same teacher."""
+    figures = figures_of(name)
+    named = [(before, figures["start"]), *((f"{row['label']}, taught", row) for row in figures["rows"])]
+    return [
+        [title, "accuracy", "energy, paper's accounting"],
+        *([label, _percent(row["accuracy"]), _energy(row)] for label, row in named),
+    ]
 
 
 TABLES: dict[str, Callable[[], Table]] = {
-    make.__name__: make
-    for make in (
-        cifar100,
-        cifar100_speed,
-        cifar100_finetuned,
-        cifar100_codes,
-        cifar100_224,
-        imdb,
-        listops,
-        recall,
-        masked_bytes,
-        affinity_cpu,
-        cpu_attention,
-        cpu_backward,
-        cpu_models,
-        cpu_crossover,
-        gpu_affinity,
-        gpu_models,
-        sharp_recall,
-        sharp_listops,
-        sharp_imdb,
-        sharp_cifar100,
-        sharp_cifar100_224,
-        vit_converted,
-        *cost_tables.MAKERS,
-        *gpu_tables.MAKERS,
-        *readme_tables.MAKERS,
-        *deployment_tables.MAKERS,
-    )
-} | hash_tables.MAKERS
+    "cifar100": cifar100,
+    "cifar100_speed": cifar100_speed,
+    "cifar100_finetuned": cifar100_finetuned,
+    "cifar100_codes": cifar100_codes,
+    "cifar100_224": cifar100_224,
+    "imdb": imdb,
+    "listops": listops,
+    "recall": recall,
+    "masked_bytes": masked_bytes,
+    "affinity_cpu": affinity_cpu,
+    "cpu_attention": cpu_attention,
+    "cpu_backward": cpu_backward,
+    "cpu_models": cpu_models,
+    "cpu_crossover": cpu_crossover,
+    "gpu_affinity": gpu_affinity,
+    "gpu_models": gpu_models,
+    "sharp_recall": sharp_recall,
+    "sharp_listops": partial(by_seed, "listops_sharp", "ListOps, 2,500 steps"),
+    "sharp_imdb": partial(by_seed, "imdb_sharp", "IMDb, 3,000 steps"),
+    "sharp_cifar100": sharp_cifar100,
+    "sharp_cifar100_224": partial(taught, "cifar100_224_sharp", "CIFAR-100, 224 pixels", "softmax, before"),
+    "vit_converted": partial(taught, "vit_converted", "CIFAR-100, DeiT-tiny's shape", "native, before"),
+    **cost_tables.MAKERS,
+    **gpu_tables.MAKERS,
+    **readme_tables.MAKERS,
+    **deployment_tables.MAKERS,
+    **hash_tables.MAKERS,
+}
 
 
 def filled(page: str) -> str:
@@ -369,31 +367,9 @@ def _shape(sizes: Iterable[int]) -> str:
     return ", ".join(f"{size:,}" for size in sizes)
 
 
-def _figures(name: str) -> Any:
-    return json.loads((ROOT / "results" / f"{name}.json").read_text())["figures"]
-
-
 def _rows(name: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = _figures(name)["rows"]
+    rows: list[dict[str, Any]] = figures_of(name)["rows"]
     return rows
-
-
-def _by_seed(name: str) -> Table:
-    """Each mechanism's accuracies on all seeds."""
-    found: dict[str, list[str]] = {}
-    for row in _figures(name)["rows"]:
-        found.setdefault(_name(row["label"]), []).append(_percent(row["accuracy"]))
-    return [[label, ", ".join(seeds)] for label, seeds in found.items()]
-
-
-def _taught(name: str, title: str, before: str) -> Table:
-    """A model as it was, and what it became with the same number of epochs and the same teacher."""
-    figures = _figures(name)
-    named = [(before, figures["start"]), *((f"{row['label']}, taught", row) for row in figures["rows"])]
-    return [
-        [title, "accuracy", "energy, paper's accounting"],
-        *([label, _percent(row["accuracy"]), _energy(row)] for label, row in named),
-    ]
 
 
 def _by_label(name: str) -> dict[str, dict[str, Any]]:
@@ -406,8 +382,7 @@ def _scratch() -> dict[str, dict[str, Any]]:
 
 def _printed(table: str) -> dict[str, dict[str, str]]:
     """Rows of one of the paper's tables by our names of the mechanisms."""
-    text = (ROOT / "src" / "ecoformer" / "report" / "printed" / f"{table}.csv").read_text()
-    rows = [row for row in csv.DictReader(text.splitlines()) if row.get("model", "pvt_v2_b0") == "pvt_v2_b0"]
+    rows = [row for row in printed_rows(table) if row.get("model", "pvt_v2_b0") == "pvt_v2_b0"]
     return {row["method"].replace("transformer", "softmax"): row for row in rows}
 
 
