@@ -1,17 +1,15 @@
-"""What the affinity of groups of bits costs against the paper's, in one run.
+"""What the affinity of groups of bits costs on a CPU against the paper's, in one run.
 
-    python benchmarks/affinity.py [--device cpu|cuda] [--seconds 1]
+    python benchmarks/affinity.py [--seconds 1]
 
-times `eco_attention` from tokens to output with 16 bits, hashing included, by the fused backend of the
-device: on a CPU the forward pass, on a GPU forward and backward, full and causal, as CUDA graphs. Outputs are
-compared with the reference first; what the backend leaves to eager has no time. Writes
-results/affinity_cpu.json or affinity_gpu.json.
+times `eco_attention` from tokens to output with 16 bits, hashing included, by the CPU kernels: the forward
+pass. Outputs are compared with the reference first; what the backend leaves to eager has no time. Writes
+results/affinity_cpu.json. `gpu_affinity.py` is its counterpart on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import warnings
 from functools import partial
 from typing import Any
@@ -30,53 +28,37 @@ from ecoformer.hashing import Hasher
 
 BITS = 16
 AFFINITIES = {"paper": Affinity.paper(BITS), "4 groups of 4": Affinity(4), "2 groups of 8": Affinity(2)}
-SHAPES = {
-    "cpu": [(1, 1, 3136, 32), (16, 1, 3136, 32), (1, 5, 196, 32), (1, 8, 49, 32), (1, 8, 16384, 64)],
-    "cuda": [(256, 1, 3136, 32), (32, 1, 3136, 32), (256, 5, 196, 64), (1, 8, 65536, 64)],
-}
+SHAPES = [(1, 1, 3136, 32), (16, 1, 3136, 32), (1, 5, 196, 32), (1, 8, 49, 32), (1, 8, 16384, 64)]
 COMPARED = 512
 """Tokens that the dense reference computes."""
 
 
-def compare(name: str, backend: str, hasher: Hasher, inputs: list[Tensor], setting: Setting) -> Check:
-    q, v = (x[:2, :, :COMPARED] for x in (inputs[0], inputs[2]))
-    affinity, causal = AFFINITIES[name], setting.is_causal
-    with torch.set_grad_enabled(setting.backward), warnings.catch_warnings():
+def compare(affinity: Affinity, backend: str, hasher: Hasher, q: Tensor, v: Tensor) -> Check:
+    q, v = (x[:2, :, :COMPARED] for x in (q, v))
+    with warnings.catch_warnings():
         warnings.simplefilter("error")  # that the backend leaves the call to eager
-        tokens = q.detach().requires_grad_(setting.backward)
-        out = eco_attention(tokens, v, hasher, is_causal=causal, affinity=affinity, backend=backend)
-    with torch.no_grad():
-        codes = hasher(q.float()).double()
-        groups = (affinity.groups, affinity.beta, affinity.weight)
-        truth = reference.grouped_attention(codes, codes, v.double(), *groups, None, causal)
-    return Check(relative_error([out], [truth]), bound_of(setting.dtype, False), "the reference in fp64")
+        out = eco_attention(q, v, hasher, affinity=affinity, backend=backend)
+    codes = hasher(q).double()
+    groups = (affinity.groups, affinity.beta, affinity.weight)
+    truth = reference.grouped_attention(codes, codes, v.double(), *groups, None)
+    return Check(relative_error([out], [truth]), bound_of(q.dtype, False), "the reference in fp64")
 
 
-def work_of(name: str, hasher: Hasher, inputs: list[Tensor], setting: Setting, backend: str) -> Work:
-    q, v = (inputs[i].detach().requires_grad_(setting.backward) for i in (0, 2))
-    attend = partial(eco_attention, q, v, hasher, is_causal=setting.is_causal, affinity=AFFINITIES[name])
-    if setting.backward:
-        return Work(lambda: torch.autograd.grad(attend(), (q, v), inputs[3]), backend)
-    return Work(torch.no_grad()(attend), backend)
-
-
+@torch.no_grad()
 def measure(setting: Setting, seconds: float) -> dict[str, Any]:
     layer: Any = build_layer("eco", setting)
     hasher = layer.hasher
-    inputs = draw_inputs(setting, [hasher])
-    if setting.device.type == "cuda":  # as the heads of a projection lie in memory
-        inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
-    backend = hashed_backends([hasher], setting.device, setting.backward, setting.dtype)[0]
+    q, _, v, _ = draw_inputs(setting, [hasher])
+    backend = hashed_backends([hasher], setting.device, needs_grad=False)[0]
     rows = [Row(name, backend, {}) for name in AFFINITIES]
-    for row in rows:
-        row.checked = row.check(partial(compare, row.mechanism, backend, hasher, inputs, setting))
-    bench = Bench(setting.device, seconds, graphs=setting.device.type == "cuda", memory=False)
-    bench.measure(rows, [work_of(row.mechanism, hasher, inputs, setting, backend) for row in rows])
+    for row, affinity in zip(rows, AFFINITIES.values(), strict=True):
+        row.checked = row.check(partial(compare, affinity, backend, hasher, q, v))
+    bench = Bench(setting.device, seconds, memory=False)
+    attend = partial(eco_attention, q, v, hasher)
+    bench.measure(rows, [Work(partial(attend, affinity=each), backend) for each in AFFINITIES.values()])
     ms = {row.mechanism: row.timing.median_ms for row in rows if row.timing}
     return {
         "shape": setting.shape,
-        "causal": setting.is_causal,
-        "backward": setting.backward,
         "backend": backend,
         "quiet": bench.run.quiet,
         "ms": ms,
@@ -88,19 +70,13 @@ def measure(setting: Setting, seconds: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each affinity at each shape")
     options = parser.parse_args()
-    device = torch.device(options.device)
-    gpu = device.type == "cuda"
-    dtype = torch.bfloat16 if gpu else torch.float32
-    ways = itertools.product((False, True), (False, True)) if gpu else [(False, False)]
     figures = []
-    for causal, backward in ways:
-        for shape in SHAPES[device.type]:
-            figures.append(measure(Setting(shape, dtype, device, causal, backward), options.seconds))
-            print(figures[-1], flush=True)
-            write_result("affinity_gpu" if gpu else "affinity_cpu", figures)
+    for shape in SHAPES:
+        figures.append(measure(Setting(shape, torch.float32, torch.device("cpu")), options.seconds))
+        print(figures[-1], flush=True)
+        write_result("affinity_cpu", figures)
 
 
 if __name__ == "__main__":
