@@ -5,12 +5,13 @@ The config and a checksum are text in the file's metadata, so any safetensors to
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +27,20 @@ _CONFIG, _CHECKSUM = "ecoformer", "checksum"
 
 class CheckpointError(ValueError):
     """A file is not a checkpoint, is damaged, or does not fit the model. The message is one line."""
+
+
+@contextlib.contextmanager
+def blaming(what: str, *passing: type[Exception]) -> Iterator[None]:
+    """Whatever a library raises for a user's file, as a CheckpointError that begins with `what`.
+
+    An ImportError and errors of the types `passing` stay as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (ImportError, *passing)):
+            raise
+        raise CheckpointError(f"{what}: {one_line(error)}") from error
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Path:
@@ -82,13 +97,9 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
         end = _end_of_header(file, source)
         file.seek(0)
         content = file.read()
-    try:
+    with blaming(f"{source} is truncated or damaged", MemoryError):
         stored = load(content)
         metadata = json.loads(content[8:end]).get("__metadata__", {})
-    except MemoryError:
-        raise
-    except Exception as error:  # damaged bytes fail in more ways than safetensors has a class for
-        raise CheckpointError(f"{source} is truncated or damaged: {one_line(error)}") from error
     if not isinstance(metadata, dict) or not isinstance(metadata.get(_CONFIG), str):
         remedy = "load it into a model of your own with safetensors.torch.load_file"
         raise CheckpointError(f"{source} holds tensors but no ecoformer config: {remedy}")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -120,7 +118,7 @@ def load(
     if integer_layers(model):
         steps = steps | {"quantized": []}
     with (
-        _blaming(f"{source} does not fit {type(model).__name__}"),
+        storage.blaming(f"{source} does not fit {type(model).__name__}", CheckpointError, MemoryError),
         torch.device("meta"),
         within(held, source),
     ):
@@ -138,7 +136,8 @@ def _build(tensors: dict[str, Tensor], description: dict[str, Any], source: str)
         _check_same(model, description, source)
         return model
 
-    with _blaming(f"{source} does not describe a model that can be built here"):
+    what = f"{source} does not describe a model that can be built here"
+    with storage.blaming(what, CheckpointError, MemoryError):
         model = build_within(build, tensors, source)
     # Every parameter and buffer gets the precision that it was saved in.
     for name, own in model.state_dict(keep_vars=True).items():
@@ -156,17 +155,6 @@ def _check_same(model: nn.Module, description: dict[str, Any], source: str) -> N
     if odd:
         known = " (it is converted already: pass it as it was before)" if getattr(model, RECORD, []) else ""
         raise CheckpointError(f"{source} does not fit {type(model).__name__}: {odd} in the file{known}")
-
-
-@contextlib.contextmanager
-def _blaming(what: str) -> Iterator[None]:
-    """Whatever goes wrong while a model is built from a file is the file's fault."""
-    try:
-        yield
-    except (CheckpointError, MemoryError, ImportError):
-        raise
-    except Exception as error:  # libraries raise whatever they stumble over
-        raise CheckpointError(f"{what}: {one_line(error)}") from error
 
 
 def _on_meta(model: nn.Module) -> nn.Module:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +14,7 @@ from ecoformer.arguments import one_line
 from ecoformer.checkpoints.describe import leads_elsewhere
 from ecoformer.checkpoints.limits import Held, check_numbers, within
 from ecoformer.conversion.huggingface import METHOD, reconvert, register_with_transformers
-from ecoformer.storage import CheckpointError
+from ecoformer.storage import CheckpointError, blaming
 from ecoformer.third_party import import_library
 
 WEIGHTS = "model.safetensors"
@@ -50,7 +48,7 @@ def load_transformers(folder: Path, *, name: str = "", safetensors_only: bool = 
     Its class is the one that was saved, head included. Code in the folder or on the Hub never runs. `name` is
     for error messages.
     """
-    with _one_error(name or f"{folder.name}/"):
+    with blaming(f"{name or f'{folder.name}/'} cannot be loaded by transformers"):
         cls, config = _class_and_config(folder)
         size = sum(file.stat().st_size for kind in _WEIGHT_FILES for file in folder.glob(kind))
         held = Held(size // _BYTES_PER_TENSOR, size, size)
@@ -73,7 +71,7 @@ def build_transformers(
 
     `resolution` replaces the size of its images; `tokens` lengthens its texts, if necessary.
     """
-    with _one_error(name):
+    with blaming(f"{name} cannot be loaded by transformers"):
         cls, given = _class_and_config(folder)
         check_numbers({"model": given, "conversions": []}, _LARGEST, "config.json")
         config = import_library("transformers").AutoConfig.from_pretrained(folder, **_LOCAL)
@@ -112,16 +110,6 @@ def _class_and_config(folder: Path) -> tuple[Any, dict[str, Any]]:
     if cls is None or leads_elsewhere(config):
         raise ValueError("it needs code that is not part of transformers")
     return cls, config
-
-
-@contextlib.contextmanager
-def _one_error(name: str) -> Iterator[None]:
-    try:
-        yield
-    except ImportError:
-        raise
-    except Exception as error:  # transformers raises whatever a user's file makes it raise
-        raise CheckpointError(f"{name} cannot be loaded by transformers: {one_line(error)}") from error
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ecoformer.arguments import one_line
 from ecoformer.checkpoints import CheckpointError, folders, load, load_official
+from ecoformer.storage import blaming
 from ecoformer.third_party import check_timm_name, import_library, import_timm
 
 _TOKENIZER = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
@@ -50,7 +51,7 @@ class Source:
     def _prepare(self, kind: str, *files: str) -> Any:
         if self.folder is None or not any((self.folder / file).is_file() for file in files):
             return None
-        with _file_errors(f"the {kind} of {self.what} cannot be loaded by transformers"):
+        with blaming(f"the {kind} of {self.what} cannot be loaded by transformers"):
             cls = getattr(import_library("transformers"), f"Auto{kind}")
             return cls.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
 
@@ -187,19 +188,19 @@ def _is_safetensors(path: Path) -> bool:
 
 def _from_weights(path: Path, architecture: str) -> Source:
     timm_models = import_library("timm.models")
-    with _file_errors(f"{path.name} cannot be read as weights"):
+    with blaming(f"{path.name} cannot be read as weights"):
         state = timm_models.load_state_dict(str(path), weights_only=True)
     names = ("head.weight", "fc.weight", "classifier.weight")
     head = next((state[name] for name in names if name in state), None)
     model = _timm(architecture, **({} if head is None else {"num_classes": head.shape[0]}))
-    with _file_errors(f"{path.name} does not fit {architecture}"):
+    with blaming(f"{path.name} does not fit {architecture}"):
         timm_models.load_checkpoint(model, str(path), strict=True, weights_only=True)
     return Source(model, f"timm model {architecture} with the weights of {path.name}")
 
 
 def _from_folder(path: Path, name: str, sizes: dict[str, int | None] | None = None) -> Source:
     """A model of ours or of transformers in a folder; with `sizes`, that of its config, weights random."""
-    with _file_errors(f"{name} cannot be read"):
+    with blaming(f"{name} cannot be read"):
         ours = folders.is_ours(path)
     if ours:
         with torch.device("cpu"):
@@ -279,14 +280,3 @@ def longest_text(model: Any) -> int:
             # RoBERTa counts positions from the id of padding on.
             return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
     return int(getattr(model.config, "max_position_embeddings", 512))
-
-
-@contextlib.contextmanager
-def _file_errors(what: str) -> Iterator[None]:
-    """Any error that another library raises for a user's file, as one line that names the file."""
-    try:
-        yield
-    except ImportError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{what}: {one_line(error)}") from error
