@@ -25,8 +25,8 @@ from ecoformer.running import NOT_TAKEN, eval_mode, not_taken, run_on_meta
 
 Device = Annotated[str | None, typer.Option(help="`cpu` or `cuda`; default: the GPU, if there is one.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: PyTorch's.", min=1, max=1024)]
-Energy = Annotated[bool, typer.Option("--energy", help="Measure energy by Zeus: a GPU (NVML) or CPU (RAPL).")]
-Graphs = Annotated[bool, typer.Option("--graphs", help="Time CUDA graphs, without kernel launches.")]
+Energy = Annotated[bool, typer.Option("--energy", help="Measure energy with Zeus: GPU (NVML) or CPU (RAPL).")]
+Graphs = Annotated[bool, typer.Option("--graphs", help="Time CUDA graphs: no cost of launching kernels.")]
 Seconds = Annotated[float, typer.Option(help="Approximate seconds for each contestant.", min=0.01)]
 
 bench = typer.Typer(
@@ -52,7 +52,7 @@ def attention(
         ),
     ] = ",".join(MECHANISMS),
     compile_: Annotated[
-        bool, typer.Option("--compile", help="Also hashed attention by torch.compile.")
+        bool, typer.Option("--compile", help="Also time hashed attention under torch.compile.")
     ] = False,
     graphs: Graphs = False,
     energy: Energy = False,
@@ -60,7 +60,7 @@ def attention(
     threads: Threads = None,
     as_json: common.AsJson = False,
 ) -> None:
-    """Mechanisms from tokens to output, hashing included.
+    """Compare mechanisms from tokens to output, hashing included.
 
     Example: `ecoformer bench attention --shape 1,1,3136,32`
     """
@@ -88,7 +88,7 @@ def model(
     tokens: common.Tokens = None,
     batch: Annotated[str, typer.Option(help="Batch sizes: `1,16`.")] = "1",
     train: Annotated[bool, typer.Option("--train", help="Training steps instead of inference.")] = False,
-    compile_: Annotated[bool, typer.Option("--compile", help="All models by torch.compile.")] = False,
+    compile_: Annotated[bool, typer.Option("--compile", help="Run all models under torch.compile.")] = False,
     channels_last: Annotated[bool, typer.Option("--channels-last", help="Images channels last.")] = False,
     amp: Annotated[Literal["bf16", "fp16"] | None, typer.Option(help="Autocast.")] = None,
     graphs: Graphs = False,
@@ -98,7 +98,7 @@ def model(
     threads: Threads = None,
     as_json: common.AsJson = False,
 ) -> None:
-    """A model with one mechanism or another: images or tokens per second.
+    """Compare mechanisms in one model: images or tokens per second.
 
     Example: `ecoformer bench model pvt_v2_b0 --attention softmax,native,explicit,eco --batch 1,16`
     """
@@ -133,7 +133,7 @@ def fit(
     threads: Threads = None,
     as_json: common.AsJson = False,
 ) -> None:
-    """How long it takes to learn the hash functions of one hasher.
+    """Time how long one hasher takes to learn its hash functions.
 
     Example: `ecoformer bench fit --shape 16,1,3136,32 --bits 16 --support 25`
     """

@@ -28,25 +28,31 @@ def convert(
     layers: common.Layers = None,
     settings: common.Settings = None,
     data: Annotated[
-        Path | None, typer.Option(help="What to learn from: a folder of images, or a file of texts by line.")
+        Path | None,
+        typer.Option(help="Data to learn from: a folder of images, or a text file with one text per line."),
     ] = None,
     teach: Annotated[
-        bool, typer.Option("--teach", help="Teach the converted model to do what IN does, with --data.")
+        bool, typer.Option("--teach", help="Train the converted model on --data to match IN.")
     ] = False,
     steps: Annotated[
-        int, typer.Option(help="Steps of attention transfer, and again of distillation.", min=1)
+        int, typer.Option(help="Steps of attention transfer, and as many of distillation.", min=1)
     ] = 600,
-    batch: Annotated[int, typer.Option(help="Images or texts of a step.", min=1)] = 32,
+    batch: Annotated[int, typer.Option(help="Images or texts in a step.", min=1)] = 32,
     max_error: Annotated[
         float | None,
-        typer.Option(help="With --teach: choose bits layer by layer, within this error of a layer.", min=0),
+        typer.Option(
+            help="With --teach: choose bits layer by layer, so that no layer's error is larger than this.",
+            min=0,
+        ),
     ] = None,
     max_energy: Annotated[
         float | None,
-        typer.Option(help="With --teach: choose bits layer by layer, within this share of energy.", min=0),
+        typer.Option(
+            help="With --teach: choose bits layer by layer, within this share of the energy.", min=0
+        ),
     ] = None,
     samples: Annotated[int, typer.Option(help="Images or texts to fit hash functions on.", min=1)] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of the fitting and of the order of the data.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for fitting and for the order of the data.")] = 0,
     architecture: Annotated[
         str | None, typer.Option("--model", help="The timm model of a weights file.")
     ] = None,
@@ -56,8 +62,9 @@ def convert(
 ) -> None:
     """Replace the attention of a model and write it to a file that `ecoformer.load` reads.
 
-    With --data, hash functions are fitted. With --teach, each layer then learns from the original's layer,
-    and the model from the original's outputs. `ecoformer plan` tells beforehand whether it pays off.
+    With --data, hash functions are fitted, if the mechanism has any. With --teach, each layer then learns
+    from the original's layer, and the model from the original's outputs. `ecoformer plan` estimates the gain
+    beforehand.
 
     Example: `ecoformer convert pvt_v2_b0 sharp_b0.safetensors --pretrained --data photos/ --teach`
     """
@@ -70,7 +77,7 @@ def convert(
             "--max-error and --max-energy choose the bits of sharp_eco: leave out --attention and --set"
         )
     if (teach or chooses) and data is None:
-        raise ValueError("--teach needs --data: a folder of images, or a file with one text per line")
+        raise ValueError("--teach needs --data: a folder of images, or a text file with one text per line")
     if chooses and not teach:
         raise ValueError("--max-error and --max-energy need --teach")
     if data is not None and not data.exists():
@@ -96,7 +103,10 @@ def convert(
             note for note in report.notes if note != NOT_FITTED and not (teach and note == RANDOM_PLANES)
         ]
         if batches is None and NOT_FITTED in report.notes:
-            notes.append("hash functions are not fitted: --data takes a folder of images or a file of texts")
+            notes.append(
+                "hash functions are not fitted: --data takes a folder of images or a text file with one text "
+                "per line"
+            )
         report = replace(report, notes=(*notes, *opened.notes))
         facts |= report.to_dict()
         lines.append(str(report))

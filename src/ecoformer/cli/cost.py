@@ -1,4 +1,4 @@
-"""`ecoformer cost`: what a model costs, layer by layer, with several mechanisms, or along a sweep."""
+"""`ecoformer cost`: what a model costs, layer by layer, for several mechanisms, or along a sweep."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cost(
     accounting: common.Accounting = "paper",
     backend: Annotated[
         Literal["eager", "cpu"] | None,
-        typer.Option(help="Exact only: `eager` for single steps of PyTorch, `cpu` for the CPU kernels."),
+        typer.Option(help="With `--accounting exact`: `eager` counts plain PyTorch, `cpu` the CPU kernels."),
     ] = None,
     energy: common.Energy = "fp32-45nm",
     resolution: common.Resolution = None,

@@ -30,7 +30,9 @@ def export(
     tokens: common.Tokens = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Compare on these too: a folder of images, or a file of texts by line."),
+        typer.Option(
+            help="Also compare on these: a folder of images, or a text file with one text per line."
+        ),
     ] = None,
     samples: Annotated[int, typer.Option(help="Images or texts to compare on.", min=1)] = 64,
     opset: Annotated[int, typer.Option(help="Version of ONNX's operators.", min=18)] = OPSET,

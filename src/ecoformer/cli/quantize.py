@@ -23,32 +23,38 @@ def quantize(
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The safetensors file to write.")],
     data: Annotated[
         Path | None,
-        typer.Option(help="What to find ranges by: a folder of images, or a file of texts by line."),
+        typer.Option(help="Calibration data: a folder of images, or a text file with one text per line."),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Images or texts to find ranges by.", min=1)] = 128,
+    samples: Annotated[int, typer.Option(help="Images or texts to calibrate on.", min=1)] = 128,
     max_error: Annotated[
         float, typer.Option(help="Layers with a larger error stay in floating point.", min=0)
     ] = 0.1,
     teach: Annotated[
-        bool, typer.Option("--teach", help="First train the model with --data to do in int8 what it does.")
+        bool,
+        typer.Option(
+            "--teach", help="Fine-tune with simulated int8 on --data first, with the original as teacher."
+        ),
     ] = False,
     steps: Annotated[int, typer.Option(help="Steps of --teach.", min=1)] = 200,
-    batch: Annotated[int, typer.Option(help="Images or texts of a step.", min=1)] = 32,
-    seed: Annotated[int, typer.Option(help="Seed of the order of the data.")] = 0,
+    batch: Annotated[int, typer.Option(help="Images or texts in a step of --teach.", min=1)] = 32,
+    seed: Annotated[int, typer.Option(help="Seed for the order of the data.")] = 0,
     pretrained: common.Pretrained = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite OUT.")] = False,
     as_json: common.AsJson = False,
 ) -> None:
-    """Give a trained model int8 numbers, and write it to a file that `ecoformer.load` reads.
+    """Convert a trained model to int8 and write it to a file that `ecoformer.load` reads.
 
-    Linear layers, convolutions and `sharp_eco` attention compute in whole numbers. `ecoformer export` turns
-    the file into ONNX.
+    Linear layers, convolutions and `sharp_eco` attention run in int8. `ecoformer export` turns the file into
+    ONNX.
 
     Example: `ecoformer quantize sharp_b0.safetensors int8_b0.safetensors --data photos/`
     """
     check_target(target, force)
     if data is None:
-        raise ValueError("--data is missing: ranges are found by a folder of images or a file of texts")
+        raise ValueError(
+            "quantize needs calibration data: pass --data, a folder of images or a text file with one text "
+            "per line"
+        )
     if not data.exists():
         raise FileNotFoundError(f"--data: no such folder or file: {data}")
     with common.progress(as_json) as progress:

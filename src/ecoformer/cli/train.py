@@ -24,7 +24,9 @@ def train(
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/RECIPE.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in that folder.")] = False,
     device: Device = None,
-    show_recipe: Annotated[bool, typer.Option("--show", help="Print the recipe and stop.")] = False,
+    show_recipe: Annotated[
+        bool, typer.Option("--show", help="Print the recipe with all its keys, and stop.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a model with a recipe.

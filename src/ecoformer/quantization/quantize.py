@@ -1,4 +1,4 @@
-"""`quantize`: an int8 model from a trained one, and `fake_quantized`, to train one that knows it."""
+"""`quantize` converts a trained model to int8; `fake_quantized` trains one with simulated int8."""
 
 from __future__ import annotations
 
@@ -142,11 +142,11 @@ def quantize(
     forward: Forward | None = None,
     progress: bool = True,
 ) -> Quantization:
-    """Give linear layers, convolutions and `sharp_eco` attention int8 numbers, in place, and report.
+    """Convert a trained model to int8, in place: linear layers, convolutions and `sharp_eco` attention.
 
-    Every batch is run twice: to find the range of each layer's numbers, and to measure its error. Everything
-    else (norms, activations, residual sums, softmax) stays in floating point. If anything is wrong, the model
-    stays as it was.
+    Each batch runs twice: to calibrate the range of each layer, and to measure its error. No training is
+    needed. Everything else (norms, activations, residual sums, softmax) stays in floating point. If anything
+    is wrong, the model stays as it was.
 
     Args:
         model: a trained model; it runs in eval mode and keeps its own.
@@ -384,16 +384,16 @@ def _faked(x: Tensor, grid: Grid) -> Tensor:
 def fake_quantized(
     model: nn.Module, batches: Iterable[Any], *, forward: Forward | None = None
 ) -> Iterator[nn.Module]:
-    """Inside the block, inputs and weights of layers lie on the grids of int8, and still learn.
+    """Simulate int8 inside the block: inputs and weights of layers are rounded to int8 grids and still learn.
 
-    Rounding has the gradient of the identity. Train the model in the block, by `distill` or your own loop,
-    then `quantize` it:
+    Gradients pass the rounding unchanged, except where a number is clipped: there they are zero. Train the
+    model in the block, with `distill` or your own loop, then `quantize` it:
 
     >>> with ecoformer.fake_quantized(model, batches):
     ...     ecoformer.distill(model, original, batches, steps=200, lr=3e-5)
     >>> ecoformer.quantize(model, batches)
 
-    `batches` are for the ranges of inputs, which stay fixed in the block.
+    `batches` calibrate the ranges of inputs, which stay fixed in the block.
     """
     model = unwrapped(model)
     check_batches(batches)
