@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
@@ -161,18 +162,14 @@ def _example(model: nn.Module, input_size: Any) -> Any:
 @torch.no_grad()
 def _measure(models: Sequence[nn.Module], names: list[str], example: Any) -> list[dict[str, float]]:
     """Median seconds of the entire models (""), in turns, and then of each of their layers."""
-    found = []
     try:
         with eval_mode(*models):
             totals = _rounds([partial(_seconds_of, model, example) for model in models])
             with without_fast_path():  # which passes layers by
-                for model, total in zip(models, totals, strict=True):
-                    with _LayerTimes(model, names) as layers:
-                        _rounds([partial(layers.round, model, example)])
-                    found.append({"": total} | layers.medians())
+                layers = [_layer_seconds(model, names, example) for model in models]
     except NOT_TAKEN as error:
         raise not_taken(models[0], example, error) from error
-    return found
+    return [{"": total} | times for total, times in zip(totals, layers, strict=True)]
 
 
 def _rounds(calls: Sequence[Callable[[], float]], seconds: float = 1.0, most: int = 20) -> list[float]:
@@ -201,39 +198,28 @@ def _now(module: nn.Module) -> float:
     return time.perf_counter()
 
 
-class _LayerTimes:
-    """Seconds of some layers in each forward pass, taken by hooks; a layer may be called several times."""
+def _layer_seconds(model: nn.Module, names: list[str], example: Any) -> dict[str, float]:
+    """Median seconds of layers in a forward pass, taken by hooks; a pass may call a layer several times."""
+    rounds: list[dict[str, float]] = []
+    starts: dict[str, float] = {}
 
-    def __init__(self, model: nn.Module, names: list[str]) -> None:
-        self.rounds: list[dict[str, float]] = []
-        self._layers = {name: model.get_submodule(name) for name in names}
-        self._starts: dict[str, float] = {}
+    def start(name: str, layer: nn.Module, *_: Any) -> None:
+        starts[name] = _now(layer)
 
-    def __enter__(self) -> _LayerTimes:
-        self._hooks = []
-        for name, layer in self._layers.items():
-            self._hooks.append(layer.register_forward_pre_hook(partial(self._start, name)))
-            self._hooks.append(layer.register_forward_hook(partial(self._stop, name)))
-        return self
+    def stop(name: str, layer: nn.Module, *_: Any) -> None:
+        rounds[-1][name] += _now(layer) - starts[name]
 
-    def __exit__(self, *error: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _start(self, name: str, layer: nn.Module, *_: Any) -> None:
-        self._starts[name] = _now(layer)
-
-    def _stop(self, name: str, layer: nn.Module, *_: Any) -> None:
-        self.rounds[-1][name] += _now(layer) - self._starts[name]
-
-    def round(self, model: nn.Module, example: Any) -> float:
-        """Run the model once."""
-        self.rounds.append(dict.fromkeys(self._layers, 0.0))
+    def once() -> float:
+        rounds.append(dict.fromkeys(names, 0.0))
         return _seconds_of(model, example)
 
-    def medians(self) -> dict[str, float]:
-        """Without the first round, which compiles."""
-        return {name: median(times[name] for times in self.rounds[1:]) for name in self._layers}
+    with ExitStack() as hooks:
+        for name in names:
+            layer = model.get_submodule(name)
+            hooks.enter_context(layer.register_forward_pre_hook(partial(start, name)))
+            hooks.enter_context(layer.register_forward_hook(partial(stop, name)))
+        _rounds([once])
+    return {name: median(times[name] for times in rounds[1:]) for name in names}  # the first compiles
 
 
 @dataclass(frozen=True)
