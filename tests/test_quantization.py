@@ -42,7 +42,7 @@ def test_linear_layer_by_hand():
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[1.27, -0.635, 0.0], [0.0, 0.0, 0.0]]))
         layer.bias.copy_(torch.tensor([0.5, -3.0]))
-    new = IntegerLinear.like(layer)
+    new = IntegerLinear(layer.in_features, layer.out_features)
     new.fill(layer.weight, layer.bias, Grid(0.1, 10))
     assert new.numbers.tolist() == [[127, -64, 0], [0, 0, 0]]  # -63.5 rounds to even
     x = torch.tensor([[0.14, -0.26, 100.0]])
@@ -153,7 +153,7 @@ def test_exponents_are_those_of_the_original():
     torch.manual_seed(0)
     layer = ecoformer.create_attention("sharp_eco", dim=16, num_heads=2).eval()
     nn.init.normal_(layer.key_weights.exponent.weight, std=1.0)
-    new = IntegerAttention.like(layer)
+    new = IntegerAttention(layer)
     new.fill_from(layer, Grid(1 / 16), torch.ones(2), 1.0)
     numbers = torch.randint(-60, 61, (400, 16))
     seen = {}
@@ -328,7 +328,7 @@ def test_causal_attention_stays_in_floating_point():
 
     report = ecoformer.quantize(holder, [torch.randn(2, 9, 16)], forward=forward, progress=False)
     assert {layer.name: layer.why is None for layer in report.layers} == {"a": False, "b": True}
-    integer = IntegerAttention.like(holder["a"])
+    integer = IntegerAttention(holder["a"])
     with pytest.raises(ValueError, match="is_causal=True is not supported"):
         integer(torch.randn(1, 3, 16), is_causal=True)
 
@@ -388,7 +388,7 @@ def test_grids_reach_every_number_unless_cutting_is_better():
     observer.see(x)
     grid = observer.grid()
     assert 127 * grid.scale < 60  # a single outlier is cut off
-    assert (on_grid(x[:-1], grid) - x[:-1]).square().mean() < 0.02
+    assert (on_grid(x[:-1], *grid) - x[:-1]).square().mean() < 0.02
     observer = Observer()
     observer.see(torch.linspace(0, 5, 1000))
     grid = observer.grid()

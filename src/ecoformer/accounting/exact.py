@@ -32,8 +32,9 @@ from ecoformer.accounting.conventions import (
     written,
 )
 from ecoformer.accounting.cpu_kernels import CpuKernels
-from ecoformer.accounting.layers import Part, Parts, kind_of
+from ecoformer.accounting.layers import Part, Parts
 from ecoformer.backends import eager
+from ecoformer.conversion.layers import kind_of
 from ecoformer.operations import Counts
 from ecoformer.running import eval_mode, run_on_meta, without_fast_path
 

@@ -18,7 +18,7 @@ from torch import nn
 from ecoformer.accounting.shapes import Call, Shape, trace
 from ecoformer.attention import Attention
 from ecoformer.attention.local import LocalBranch
-from ecoformer.conversion.layers import Found, find_layers
+from ecoformer.conversion.layers import Found, find_layers, kind_of
 from ecoformer.operations import Convolution, Operations, Product, mac, softmax_attention
 from ecoformer.quantization.layers import IntegerConv2d, IntegerLinear
 from ecoformer.running import NOT_TAKEN, not_taken
@@ -70,11 +70,6 @@ class Parts:
             if word in _BESIDE
         )
         return "ffn" if _FFN & set(words) or any(beside) else "other"
-
-
-def kind_of(module: nn.Module) -> str:
-    """The mechanism's name, or the class of any other module."""
-    return module.name if isinstance(module, Attention) else type(module).__name__
 
 
 def layers_of(model: nn.Module, example: Any) -> list[Layer]:

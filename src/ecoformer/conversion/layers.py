@@ -28,6 +28,11 @@ def mechanism_in(layer: nn.Module) -> nn.Module:
     return layer.attention if isinstance(layer, Adapter) else layer
 
 
+def kind_of(module: nn.Module) -> str:
+    """The mechanism's name, or the class of any other module."""
+    return module.name if isinstance(module, Attention) else type(module).__name__
+
+
 @dataclass(frozen=True)
 class Found:
     """An attention layer of a model: `source` is what can be carried over, `refusal` why nothing can."""
@@ -56,7 +61,7 @@ class Found:
     @property
     def kind(self) -> str:
         """The mechanism's name, or the class of another library's layer."""
-        return self.inner.name if isinstance(self.inner, Attention) else type(self.inner).__name__
+        return kind_of(self.inner)
 
     @property
     def left_behind(self) -> list[str]:

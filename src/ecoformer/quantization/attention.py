@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from typing_extensions import Self
 
 from ecoformer.attention.eco import KEY_WEIGHT_GAIN, LARGEST_EXPONENT, HashedAttention, SharpEcoAttention
 from ecoformer.attention.local import LocalBranch, depthwise
@@ -108,11 +107,6 @@ class IntegerAttention(HasGrids, HashedAttention):
         self.register_buffer("multiplier", torch.zeros(heads, 2, dtype=torch.int32, **new))
         self.register_buffer("value_scale", torch.ones(heads, **new))
         self._add_grid("output", device)
-
-    @classmethod
-    def like(cls, layer: SharpEcoAttention) -> Self:
-        """A layer of the same sizes."""
-        return cls(layer)
 
     @torch.no_grad()
     def fill_from(self, layer: SharpEcoAttention, grid: Grid, values: Tensor, output: float) -> None:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from typing_extensions import Self
 
 from ecoformer.backends.eager import full_precision
 from ecoformer.backends.exported import exporting
@@ -175,11 +174,6 @@ class IntegerLinear(_Integer):
         self.in_features, self.out_features = in_features, out_features
         self._hold((out_features, in_features), device)
 
-    @classmethod
-    def like(cls, layer: nn.Linear) -> Self:
-        """A layer of the same sizes."""
-        return cls(layer.in_features, layer.out_features, layer.weight.device)
-
     def quantized(self, x: Tensor) -> Tensor:
         """int8 numbers (rows, in_features) of an input."""
         return quantized(x, self.input_scale, self.input_zero).reshape(-1, self.in_features)
@@ -226,28 +220,13 @@ class IntegerConv2d(_Integer):
     output_scale: Tensor
     output_zero: Tensor
 
-    def __init__(
-        self,
-        size: tuple[int, ...],
-        stride: Any,
-        padding: Any,
-        dilation: Any,
-        groups: int,
-        device: Any = None,
-    ) -> None:
+    def __init__(self, layer: nn.Conv2d) -> None:
         super().__init__()
-        self.size, self.groups = tuple(size), groups
-        self.stride, self.padding, self.dilation = tuple(stride), tuple(padding), tuple(dilation)
-        self._hold(self.size, device)
-        self._add_grid("output", device)
-
-    @classmethod
-    def like(cls, layer: nn.Conv2d) -> Self:
-        """A layer of the same sizes."""
-        weight = layer.weight
-        return cls(
-            weight.shape, layer.stride, layer.padding, layer.dilation, layer.groups, device=weight.device
-        )
+        self.size, self.groups = tuple(layer.weight.shape), layer.groups
+        self.stride, self.dilation = layer.stride, layer.dilation
+        self.padding: Any = layer.padding
+        self._hold(self.size, layer.weight.device)
+        self._add_grid("output", layer.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """As `nn.Conv2d`."""

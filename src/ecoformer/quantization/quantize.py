@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ecoformer.attention import Attention
 from ecoformer.attention.eco import SharpEcoAttention
 from ecoformer.backends.integer import LARGEST
 from ecoformer.conversion.convert import put, unwrapped
+from ecoformer.conversion.layers import kind_of
 from ecoformer.conversion.learning import relative_mse
 from ecoformer.hashing.fitting import Forward, check_batches, move, progress_bar, run
 from ecoformer.hashing.kernel import MAX_BITS
@@ -66,7 +66,7 @@ class Observer:
         """The grid on which the sample loses least."""
         sample = torch.cat(self._kept)
         found = [self._grid(clip) for clip in _CLIPS]
-        return min(found, key=lambda grid: float((on_grid(sample, grid) - sample).square().sum()))
+        return min(found, key=lambda grid: float((on_grid(sample, *grid) - sample).square().sum()))
 
     def _grid(self, clip: float) -> Grid:
         low, high = self.low * clip, self.high * clip
@@ -78,13 +78,13 @@ class Observer:
         sample, top = torch.cat(self._kept), max(-self.low, self.high)
         reach = [top * clip for clip in _CLIPS]
         grids = {end: Grid(max(end, 1e-12) / LARGEST) for end in reach}
-        return min(reach, key=lambda end: float((on_grid(sample, grids[end]) - sample).square().sum()))
+        return min(reach, key=lambda end: float((on_grid(sample, *grids[end]) - sample).square().sum()))
 
 
-def on_grid(x: Tensor, grid: Grid) -> Tensor:
+def on_grid(x: Tensor, scale: Tensor | float, zero: int = 0) -> Tensor:
     """The numbers of a grid that are nearest to x."""
-    numbers = (torch.round(x / grid.scale) + grid.zero).clamp(LOWEST, HIGHEST)
-    return (numbers - grid.zero) * grid.scale
+    found: Tensor = _OnGrid.apply(x, scale, zero)  # type: ignore[no-untyped-call]
+    return found
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def quantize(
     for name, new in list(made.items()):
         scale, (error, cut) = _input_grid(new).scale, errors[name]
         why = f"its error would be {error:.2f}" if error > max_error else None
-        layers[name] = QuantizedLayer(name, _kind(found[name]), scale, cut, error, why)
+        layers[name] = QuantizedLayer(name, kind_of(found[name]), scale, cut, error, why)
         if why is not None:
             del made[name]
     if not made:
@@ -221,14 +221,10 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _kind(module: nn.Module) -> str:
-    return module.name if isinstance(module, Attention) else type(module).__name__
-
-
 def _like(module: Any) -> Integer:
-    classes: dict[type, Any] = {nn.Linear: IntegerLinear, nn.Conv2d: IntegerConv2d}
-    made: Integer = classes.get(type(module), IntegerAttention).like(module)
-    return made
+    if isinstance(module, nn.Linear):
+        return IntegerLinear(module.in_features, module.out_features, module.weight.device)
+    return IntegerConv2d(module) if isinstance(module, nn.Conv2d) else IntegerAttention(module)
 
 
 def _watched(module: Any) -> dict[str, tuple[nn.Module, str]]:
@@ -288,7 +284,7 @@ def _build(
             plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
             why = None if plain else f"padding {module.padding_mode!r}, {module.padding!r}"
         if why is not None:
-            layers[name] = QuantizedLayer(name, _kind(module), None, None, None, why)
+            layers[name] = QuantizedLayer(name, kind_of(module), None, None, None, why)
             continue
         ranges, new = seen[name], _like(module)
         grid = ranges["input"].grid()
@@ -375,11 +371,6 @@ class _OnGrid(torch.autograd.Function):
         return grads[0] * inside, None, None
 
 
-def _faked(x: Tensor, grid: Grid) -> Tensor:
-    found: Tensor = _OnGrid.apply(x, grid.scale, grid.zero)  # type: ignore[no-untyped-call]
-    return found
-
-
 @contextmanager
 def fake_quantized(
     model: nn.Module, batches: Iterable[Any], *, forward: Forward | None = None
@@ -408,10 +399,10 @@ def fake_quantized(
         seen, _ = _observe(model, linears, batches, forward or run, lambda: None)
 
     def linear(module: nn.Linear, grid: Grid, x: Tensor) -> Tensor:
-        return F.linear(_faked(x, grid), _fake_weight(module.weight), module.bias)
+        return F.linear(on_grid(x, *grid), _fake_weight(module.weight), module.bias)
 
     def convolution(module: Any, grid: Grid, x: Tensor) -> Any:
-        return module._conv_forward(_faked(x, grid), _fake_weight(module.weight), module.bias)
+        return module._conv_forward(on_grid(x, *grid), _fake_weight(module.weight), module.bias)
 
     changed = []
     try:
@@ -427,6 +418,4 @@ def fake_quantized(
 
 
 def _fake_weight(weight: Tensor) -> Tensor:
-    scale = quantized_weight(weight)[1].view(-1, *[1] * (weight.ndim - 1))
-    found: Tensor = _OnGrid.apply(weight, scale, 0)  # type: ignore[no-untyped-call]
-    return found
+    return on_grid(weight, quantized_weight(weight)[1].view(-1, *[1] * (weight.ndim - 1)))
