@@ -26,7 +26,7 @@ def check_target(target: Path, force: bool) -> None:
 
 
 class Samples:
-    """Batches of a folder of images or a file of texts, as the model takes them, in a new order each time."""
+    """Batches of images in a folder or texts in a file, as the model takes them, in a new order each time."""
 
     def __init__(self, source: Source, path: Path, batch: int, seed: int) -> None:
         self.source, self.path, self.batch, self.seed = source, path, batch, seed
