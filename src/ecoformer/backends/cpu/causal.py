@@ -6,13 +6,11 @@ import numpy as np
 
 from ecoformer.backends.cpu.compiler import compiled, float32, float64, inlined, int64
 from ecoformer.backends.cpu.hashing import hash_tokens
-from ecoformer.backends.cpu.problem import BLOCK, PART, Worker, padded, state_rows
+from ecoformer.backends.cpu.problem import BLOCK, PART, Worker
 from ecoformer.backends.cpu.rows import add_row, carry_row, divide_row, running_row, scale_row, table_row
 from ecoformer.backends.cpu.sums import clear, divisor, key_weight, mix_groups
-from ecoformer.backends.cpu.vectors import doubles, floats
+from ecoformer.backends.cpu.vectors import doubles, floats, padded, state_rows
 
-_padded = inlined(padded)
-_state_rows = inlined(state_rows)
 _ZERO = np.float32(0)
 
 
@@ -20,7 +18,7 @@ _ZERO = np.float32(0)
 def causal_head(w: Worker, batch: int, head: int) -> None:
     """All tokens of a head. Sums of the current block are kept apart, which keeps rounding small."""
     p, at = w.p, w.at
-    wide, rows = _padded(p.channels), _state_rows(p.bits, p.group)
+    wide, rows = padded(p.channels), state_rows(p.bits, p.group)
     clear(w, at.sums, at.tallies)
     for i in range(rows * wide):
         w.memory[at.recent + i] = _ZERO
@@ -50,7 +48,7 @@ def causal_head(w: Worker, batch: int, head: int) -> None:
 def _bit_step(w: Worker, batch: int, head: int, token: int, key: int, query: int) -> None:
     """One token joins the paper's state and reads it."""
     p, at, memory, exact = w.p, w.at, w.memory, w.exact
-    wide, constant = _padded(p.channels), doubles(p.constant)[0]
+    wide, constant = padded(p.channels), doubles(p.constant)[0]
     weight = key_weight(p, batch, head, token)
     values, value = floats(p.v), batch * p.v_batch + head * p.v_head + token * p.v_token
     if weight != 0:
@@ -94,7 +92,7 @@ def prepare_levels(w: Worker, head: int) -> None:
 @inlined
 def weigh_values(w: Worker, batch: int, head: int, first: int, count: int) -> None:
     """The values of a part's keys times their weights, and these weights, in `items`."""
-    p, at, wide = w.p, w.at, _padded(w.p.channels)
+    p, at, wide = w.p, w.at, padded(w.p.channels)
     value = batch * p.v_batch + head * p.v_head
     for t in range(count):
         weight, row = key_weight(p, batch, head, first + t), at.items + t * wide
@@ -108,7 +106,7 @@ def weigh_values(w: Worker, batch: int, head: int, first: int, count: int) -> No
 @inlined
 def add_items(w: Worker, codes: int, count: int, sums: int, tally: int) -> None:
     """Add the items of a part, whose codes begin at `codes`, to a state."""
-    p, at, memory, wide = w.p, w.at, w.memory, _padded(w.p.channels)
+    p, at, memory, wide = w.p, w.at, w.memory, padded(w.p.channels)
     low = (int64(1) << p.group) - 1
     for t in range(count):
         code, item, weight = w.codes[codes + t], at.items + t * wide, memory[at.items + PART * wide + t]
@@ -129,7 +127,7 @@ def add_items(w: Worker, codes: int, count: int, sums: int, tally: int) -> None:
 def _group_part(w: Worker, batch: int, head: int, begin: int, first: int, last: int) -> None:
     """Tokens `first` to `last` of a block read the state before them by tables, and each other's values."""
     p, at, memory, exact = w.p, w.at, w.memory, w.exact
-    wide, rows, groups = _padded(p.channels), _state_rows(p.bits, p.group), p.bits // p.group
+    wide, rows, groups = padded(p.channels), state_rows(p.bits, p.group), p.bits // p.group
     low, weights = (int64(1) << p.group) - 1, at.items + PART * wide
     scale_row(memory, at.tables, memory, at.sums, rows * wide, float32(1))
     for i in range(rows):

@@ -30,13 +30,11 @@ from ecoformer.backends.cpu.gradients import (
     sum_tallies,
 )
 from ecoformer.backends.cpu.hashing import hash_tokens
-from ecoformer.backends.cpu.problem import BLOCK, PART, Gradients, Worker, padded, state_rows
+from ecoformer.backends.cpu.problem import BLOCK, PART, Gradients, Worker
 from ecoformer.backends.cpu.rows import add_row, add_signed_row, carry_row, combine_row, scale_row, table_row
 from ecoformer.backends.cpu.sums import clear, divisor, key_weight, mix_groups
-from ecoformer.backends.cpu.vectors import count_bits, dot, doubles, floats, octets
+from ecoformer.backends.cpu.vectors import count_bits, dot, doubles, floats, octets, padded, state_rows
 
-_padded = inlined(padded)
-_state_rows = inlined(state_rows)
 _ZERO = np.float32(0)
 
 
@@ -44,16 +42,16 @@ _ZERO = np.float32(0)
 def causal_gradients(w: Worker, g: Gradients, unit: int, batch: int, head: int) -> None:
     """All tokens of a head."""
     p, at = w.p, w.at
-    for r in range(_padded(p.bits)):
+    for r in range(padded(p.bits)):
         w.memory[at.pair + r] = np.float32(1)  # of the paper's affinity, it stays so
     if p.group:
         prepare_levels(w, head)
-        for row in range(_state_rows(p.bits, p.group)):
+        for row in range(state_rows(p.bits, p.group)):
             for r in range(p.group):
                 flipped = w.memory[at.levels + (row ^ (int64(1) << r))]
                 half = float32(0.5) * (w.memory[at.levels + row] - flipped)
                 w.memory[at.level_flips + row * p.group + r] = half
-    for i in range(_padded(p.channels)):
+    for i in range(padded(p.channels)):
         w.memory[at.zeros + i] = _ZERO
     _begin(w)
     for begin in range(0, p.keys, BLOCK):
@@ -72,7 +70,7 @@ def _begin(w: Worker) -> None:
     """No tokens so far. `counts` is the number of keys, or its gradient."""
     begin_gradients(w)
     clear(w, w.at.sums, w.at.tallies)
-    for i in range(_state_rows(w.p.bits, w.p.group) * _padded(w.p.channels)):
+    for i in range(state_rows(w.p.bits, w.p.group) * padded(w.p.channels)):
         w.memory[w.at.recent + i] = _ZERO
     w.exact[w.at.counts] = 0.0
 
@@ -96,10 +94,10 @@ def _hash_queries(w: Worker, batch: int, head: int, begin: int, count: int) -> N
 @inlined
 def _prepare_state(w: Worker, head: int) -> tuple[int, int]:
     """The state as a part reads it: groups are mixed, in a copy."""
-    p, at, rows = w.p, w.at, _state_rows(w.p.bits, w.p.group)
+    p, at, rows = w.p, w.at, state_rows(w.p.bits, w.p.group)
     sums, tally = at.sums, at.tallies
     if p.group:
-        scale_row(w.memory, at.tables, w.memory, at.sums, rows * _padded(p.channels), float32(1))
+        scale_row(w.memory, at.tables, w.memory, at.sums, rows * padded(p.channels), float32(1))
         for i in range(rows):
             w.exact[at.denominators + i] = w.exact[at.tallies + i]
         mix_groups(w, head, at.tables, at.denominators)
@@ -129,7 +127,7 @@ def _read_state(
 def _read_pair(w: Worker, code: int, other: int, times: float, weight: float, dots: int) -> Any:
     """The affinity of two tokens. What it adds, times two numbers, joins what the first one reads by bits."""
     p, at, memory = w.p, w.at, w.memory
-    wide, signs, differ = _padded(p.bits), other, code ^ other
+    wide, signs, differ = padded(p.bits), other, code ^ other
     if p.group:
         affinity, signs, low = float64(0), code, (int64(1) << p.group) - 1
         for j in range(p.bits // p.group):
@@ -150,7 +148,7 @@ def _read_pair(w: Worker, code: int, other: int, times: float, weight: float, do
 @compiled
 def _query_block(w: Worker, g: Gradients, unit: int, batch: int, head: int, begin: int, count: int) -> None:
     p, at, memory, exact = w.p, w.at, w.memory, w.exact
-    wide, wide_b, rows = _padded(p.channels), _padded(p.bits), _state_rows(p.bits, p.group)
+    wide, wide_b, rows = padded(p.channels), padded(p.bits), state_rows(p.bits, p.group)
     grads, grad = floats(p.out), batch * p.out_batch + head * p.out_head + begin * p.out_token
     queries = int64(BLOCK) if p.k else int64(0)
     _hash_keys(w, batch, head, begin, count)
@@ -196,7 +194,7 @@ def _query_block(w: Worker, g: Gradients, unit: int, batch: int, head: int, begi
 @compiled
 def _key_block(w: Worker, g: Gradients, unit: int, batch: int, head: int, begin: int, count: int) -> None:
     p, at, memory, exact = w.p, w.at, w.memory, w.exact
-    wide, wide_b, rows = _padded(p.channels), _padded(p.bits), _state_rows(p.bits, p.group)
+    wide, wide_b, rows = padded(p.channels), padded(p.bits), state_rows(p.bits, p.group)
     grad = batch * p.out_batch + head * p.out_head + begin * p.out_token
     values, value = floats(p.v), batch * p.v_batch + head * p.v_head + begin * p.v_token
     queries = int64(BLOCK) if p.k else int64(0)
@@ -245,7 +243,7 @@ def _key_block(w: Worker, g: Gradients, unit: int, batch: int, head: int, begin:
 @inlined
 def _add_reads(w: Worker, code: int, sums: int, out: Any, to: int) -> None:
     """Add the rows of a state that a code reads."""
-    p, memory, wide = w.p, w.memory, _padded(w.p.channels)
+    p, memory, wide = w.p, w.memory, padded(w.p.channels)
     if p.group:
         low = (int64(1) << p.group) - 1
         for j in range(p.bits // p.group):

@@ -15,15 +15,7 @@ import numpy as np
 from ecoformer.backends.cpu.compiler import compiled, float32, float64, inlined, int64
 from ecoformer.backends.cpu.hashing import hash_tokens, product
 from ecoformer.backends.cpu.hashing_backward import hash_gradients
-from ecoformer.backends.cpu.problem import (
-    BLOCK,
-    STRETCH,
-    Gradients,
-    Problem,
-    Worker,
-    padded,
-    state_rows,
-)
+from ecoformer.backends.cpu.problem import BLOCK, STRETCH, Gradients, Problem, Worker
 from ecoformer.backends.cpu.rows import clear_row, combine_row, scale_row
 from ecoformer.backends.cpu.sums import (
     add_to_buckets,
@@ -40,10 +32,17 @@ from ecoformer.backends.cpu.sums import (
     tabulate_bits,
     total_weight,
 )
-from ecoformer.backends.cpu.vectors import dot, dot_flips, doubles, floats, octets, signed_sum
+from ecoformer.backends.cpu.vectors import (
+    dot,
+    dot_flips,
+    doubles,
+    floats,
+    octets,
+    padded,
+    signed_sum,
+    state_rows,
+)
 
-_padded = inlined(padded)
-_state_rows = inlined(state_rows)
 _ZERO = np.float32(0)
 
 
@@ -59,7 +58,7 @@ def prepare_flips(w: Worker, sums: int, tally: int) -> None:
 @compiled
 def _prepare_group_flips(w: Worker, tally: int) -> None:
     p, exact = w.p, w.exact
-    for row in range(_state_rows(p.bits, p.group)):
+    for row in range(state_rows(p.bits, p.group)):
         for r in range(p.group):
             half = 0.5 if (row >> r) & 1 else -0.5
             difference = exact[tally + row] - exact[tally + (row ^ (int64(1) << r))]
@@ -68,7 +67,7 @@ def _prepare_group_flips(w: Worker, tally: int) -> None:
 
 @compiled
 def _prepare_columns(w: Worker, sums: int, tally: int) -> None:
-    p, at, wide, wide_b = w.p, w.at, _padded(w.p.channels), _padded(w.p.bits)
+    p, at, wide, wide_b = w.p, w.at, padded(w.p.channels), padded(w.p.bits)
     clear_row(w.memory, at.columns, p.channels * wide_b)
     for r in range(p.bits):
         w.memory[at.flips + r] = w.exact[tally + r]
@@ -81,7 +80,7 @@ def block_dots(w: Worker, x: Any, x0: int, stride: int, count: int) -> None:
     """For the paper's affinity: `dots` of a block of rows x."""
     p, at = w.p, w.at
     if not p.group:
-        product(x, x0, stride, count, p.channels, w.memory, at.columns, _padded(p.bits), at.dots)
+        product(x, x0, stride, count, p.channels, w.memory, at.columns, padded(p.bits), at.dots)
 
 
 @inlined
@@ -90,7 +89,7 @@ def flip_bits(w: Worker, code: int, x: Any, x0: int, sums: int, tally: int, dots
     p, at, memory = w.p, w.at, w.memory
     if not p.group:
         return at.flips
-    size, low = _padded(p.channels) << p.group, (int64(1) << p.group) - 1
+    size, low = padded(p.channels) << p.group, (int64(1) << p.group) - 1
     for j in range(p.bits // p.group):
         value, first = (code >> (j * p.group)) & low, j * p.group
         same = dot_flips(
@@ -119,7 +118,7 @@ def add_levels(w: Worker, code: int, bits: int, dots: float, weights: float) -> 
 def begin_gradients(w: Worker) -> None:
     """Clear what is summed over a part."""
     p, at = w.p, w.at
-    clear_row(w.memory, at.weight_grads, (p.samples if p.samples else p.dim) * _padded(p.bits))
+    clear_row(w.memory, at.weight_grads, (p.samples if p.samples else p.dim) * padded(p.bits))
     for i in range(2 * p.bits):
         w.exact[at.levels_grads + i] = 0.0
 
@@ -128,7 +127,7 @@ def begin_gradients(w: Worker) -> None:
 def save_weights(w: Worker, to: int, unit: int) -> None:
     """Write the gradient of hash functions, summed over a part."""
     if to:
-        size = (w.p.samples if w.p.samples else w.p.dim) * _padded(w.p.bits)
+        size = (w.p.samples if w.p.samples else w.p.dim) * padded(w.p.bits)
         scale_row(floats(to), unit * size, w.memory, w.at.weight_grads, size, float32(1))
 
 
@@ -160,8 +159,8 @@ def sum_dots(w: Worker, code: int, x: Any, x0: int, sums: int, dots: int) -> Any
         for j in range(p.bits // p.group):
             total += memory[at.same + j]
         return total
-    last = dot(x, x0, memory, sums + p.bits * _padded(p.channels), p.channels)
-    return float64(signed_sum(memory, dots, _padded(p.bits), code)) + doubles(p.constant)[0] * last
+    last = dot(x, x0, memory, sums + p.bits * padded(p.channels), p.channels)
+    return float64(signed_sum(memory, dots, padded(p.bits), code)) + doubles(p.constant)[0] * last
 
 
 @inlined
@@ -215,9 +214,9 @@ def query_gradients(w: Worker, g: Gradients, unit: int, batch: int, head: int, f
 def _query_block(
     w: Worker, g: Gradients, group: int, batch: int, head: int, begin: int, count: int, total: float
 ) -> None:
-    p, at, wide = w.p, w.at, _padded(w.p.bits)
+    p, at, wide = w.p, w.at, padded(w.p.bits)
     queries, token = floats(p.q), batch * p.q_batch + head * p.q_head + begin * p.q_token
-    broken = w.exact[at.tallies + _state_rows(p.bits, p.group)] != 0.0
+    broken = w.exact[at.tallies + state_rows(p.bits, p.group)] != 0.0
     codes = group * p.keys + begin
     if p.k:
         codes = int64(0)
@@ -234,7 +233,7 @@ def _query_block(
         by = divisor(p, head, below, total, broken or w.nans[codes + t] != 0)
         inverse = 1.0 / float64(by)
         falls, counted = denominator_gradient(p, head, above, below, inverse, total)
-        w.exact[at.grad_tallies + _state_rows(p.bits, p.group)] += counted
+        w.exact[at.grad_tallies + state_rows(p.bits, p.group)] += counted
         combine_row(w.memory, bits, w.memory, dots, w.memory, weights, wide, float32(inverse), float32(falls))
         if g.levels:
             add_levels(w, code, bits, inverse, falls)
@@ -245,7 +244,7 @@ def _query_block(
 @inlined
 def no_bit_gradients(w: Worker, count: int) -> None:
     """Clear those of a block."""
-    clear_row(w.memory, w.at.bit_grads, count * _padded(w.p.bits))
+    clear_row(w.memory, w.at.bit_grads, count * padded(w.p.bits))
 
 
 @inlined
@@ -253,7 +252,7 @@ def finish_queries(
     w: Worker, g: Gradients, group: int, batch: int, head: int, begin: int, count: int
 ) -> None:
     """From the bits of the block of queries that was hashed last to tokens; keep shared ones for the keys."""
-    p, wide = w.p, _padded(w.p.bits)
+    p, wide = w.p, padded(w.p.bits)
     if not p.k:
         bits = (group * p.keys + begin) * wide
         scale_row(floats(g.bits), bits, w.memory, w.at.bit_grads, count * wide, float32(1))
@@ -266,7 +265,7 @@ def finish_queries(
 @inlined
 def begin_keys(w: Worker, g: Gradients, group: int, begin: int, count: int) -> None:
     """Bit gradients of a block of keys: what their tokens have as queries, if codes are shared."""
-    p, wide = w.p, _padded(w.p.bits)
+    p, wide = w.p, padded(w.p.bits)
     if p.k:
         no_bit_gradients(w, count)
     else:
@@ -290,7 +289,7 @@ def finish_keys(w: Worker, g: Gradients, batch: int, head: int, begin: int, coun
 def key_gradients(w: Worker, g: Gradients, unit: int, batch: int, head: int, first: int, last: int) -> None:
     """Keys `first` to `last` from the gradient of the state, which is where the state was."""
     p, at = w.p, w.at
-    counted = w.exact[at.tallies + _state_rows(p.bits, p.group)]
+    counted = w.exact[at.tallies + state_rows(p.bits, p.group)]
     tabulate(w, head)
     prepare_flips(w, at.sums, at.tallies)
     begin_gradients(w)
@@ -303,7 +302,7 @@ def key_gradients(w: Worker, g: Gradients, unit: int, batch: int, head: int, fir
 def _key_block(
     w: Worker, g: Gradients, group: int, batch: int, head: int, begin: int, count: int, counted: float
 ) -> None:
-    p, at, wide = w.p, w.at, _padded(w.p.bits)
+    p, at, wide = w.p, w.at, padded(w.p.bits)
     keys, token = floats(p.k if p.k else p.q), batch * p.k_batch + head * p.k_head + begin * p.k_token
     codes = int64(0) if p.k else group * p.keys + begin
     if p.k or g.q or g.weight:

@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 
 from ecoformer.backends.cpu.compiler import compiled, inlined, int64
-from ecoformer.backends.cpu.problem import BLOCK, LANES, Worker, padded
+from ecoformer.backends.cpu.problem import BLOCK, LANES, Worker
 from ecoformer.backends.cpu.rows import clear_row, inverse_lengths, kernel_row, scale_row
 from ecoformer.backends.cpu.vectors import (
     TILE,
     floats,
     nan_bits,
+    padded,
     row_product,
     sign_bits,
     square_sum,
     tile_product,
 )
 
-_padded = inlined(padded)
 _ONE, _ZERO, _HALF = np.float32(1), np.float32(0), np.float32(0.5)
 
 
@@ -44,7 +44,7 @@ def _prepare(
     """Rows padded and laid out as the products read them, from `base` on."""
     p, at, memory = w.p, w.at, w.memory
     m, b, dim = p.samples, p.bits, p.dim
-    wide_m, wide_b = _padded(m), _padded(b)
+    wide_m, wide_b = padded(m), padded(b)
     clear_row(memory, base + at.first, at.inverse - at.first)
     weight = floats(to_weight)
     rows, to = (m, base + at.second) if m else (dim, base + at.first)
@@ -76,14 +76,14 @@ def hash_tokens(w: Worker, base: int, tokens: Any, start: int, stride: int, coun
             _pack(w, tokens, start + first * stride, stride, n, to + first)
             continue
         _project(w, base, tokens, start + first * stride, stride, n)
-        _pack(w, w.memory, w.at.projections, _padded(w.p.bits), n, to + first)
+        _pack(w, w.memory, w.at.projections, padded(w.p.bits), n, to + first)
 
 
 @inlined
 def _project(w: Worker, base: int, tokens: Any, start: int, stride: int, n: int) -> None:
     """Projections of a block of tokens."""
     p, at, memory = w.p, w.at, w.memory
-    wide_m, wide_b = _padded(p.samples), _padded(p.bits)
+    wide_m, wide_b = padded(p.samples), padded(p.bits)
     if p.weight == 0:
         for t in range(n):
             row = at.projections + t * wide_b
@@ -131,7 +131,7 @@ def _pack(w: Worker, x: Any, start: int, stride: int, n: int, to: int) -> None:
     for t in range(n):
         row = start + t * stride
         code = nan = int64(0)
-        for r in range(0, _padded(bits), LANES):
+        for r in range(0, padded(bits), LANES):
             code |= sign_bits(x, row + r) << r
             nan |= nan_bits(x, row + r)
         w.codes[to + t] = code & kept

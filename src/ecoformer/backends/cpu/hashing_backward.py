@@ -12,7 +12,7 @@ import numpy as np
 
 from ecoformer.backends.cpu.compiler import compiled, float32, inlined, int64
 from ecoformer.backends.cpu.hashing import prepare, product
-from ecoformer.backends.cpu.problem import Worker, padded
+from ecoformer.backends.cpu.problem import Worker
 from ecoformer.backends.cpu.rows import (
     add_row,
     blend_row,
@@ -22,9 +22,8 @@ from ecoformer.backends.cpu.rows import (
     pass_row,
     scale_row,
 )
-from ecoformer.backends.cpu.vectors import TILE, dot, floats, row_outer, square_sum, tile_outer
+from ecoformer.backends.cpu.vectors import TILE, dot, floats, padded, row_outer, square_sum, tile_outer
 
-_padded = inlined(padded)
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
 
@@ -43,7 +42,7 @@ def prepare_backward(w: Worker, head: int) -> None:
 def _transpose(w: Worker, head: int, base: int, to_weight: int, to_support: int) -> None:
     p, at, memory = w.p, w.at, w.memory
     rows = p.samples if p.samples else p.dim
-    wide, wide_d = _padded(rows), _padded(p.dim)
+    wide, wide_d = padded(rows), padded(p.dim)
     weight, support = floats(to_weight), floats(to_support)
     clear_row(memory, base + at.turned, at.support + p.samples * wide_d - at.turned)
     for r in range(p.bits):
@@ -72,7 +71,7 @@ def hash_gradients(
     `add`: to what is there; `weight`: hash functions need a gradient too, which joins `weight_grads`.
     """
     p, at, memory = w.p, w.at, w.memory
-    wide_m, wide_b, wide_d = _padded(p.samples), _padded(p.bits), _padded(p.dim)
+    wide_m, wide_b, wide_d = padded(p.samples), padded(p.bits), padded(p.dim)
     results = floats(out)
     if p.weight == 0:
         for t in range(n):
@@ -124,7 +123,7 @@ def hash_gradients(
 @inlined
 def _outer(w: Worker, x: Any, x0: int, dx: int, rows: int, n: int) -> None:
     """weight_grads += x^T bit_grads over n tokens."""
-    memory, wide = w.memory, _padded(w.p.bits)
+    memory, wide = w.memory, padded(w.p.bits)
     tiled = rows - rows % TILE
     for j in range(0, wide, 16):
         grads, to = w.at.bit_grads + j, w.at.weight_grads + j

@@ -15,7 +15,7 @@ import numpy as np
 
 from ecoformer.backends.cpu.compiler import compiled, float32, float64, inlined, int64
 from ecoformer.backends.cpu.hashing import hash_tokens
-from ecoformer.backends.cpu.problem import BLOCK, STRETCH, Problem, Worker, digits, padded, state_rows
+from ecoformer.backends.cpu.problem import BLOCK, STRETCH, Problem, Worker
 from ecoformer.backends.cpu.rows import (
     add_row,
     add_row_twice,
@@ -29,26 +29,22 @@ from ecoformer.backends.cpu.rows import (
     sum_rows,
     table_row,
 )
-from ecoformer.backends.cpu.vectors import doubles, floats, octets
-
-_padded = inlined(padded)
-_digits = inlined(digits)
-_state_rows = inlined(state_rows)
+from ecoformer.backends.cpu.vectors import digits, doubles, floats, octets, padded, state_rows
 
 
 @inlined
 def clear(w: Worker, sums: int, tally: int) -> None:
     """An empty state. After the tallies there is a number that says whether any key is NaN."""
-    rows = _state_rows(w.p.bits, w.p.group)
-    clear_row(w.memory, sums, rows * _padded(w.p.channels))
+    rows = state_rows(w.p.bits, w.p.group)
+    clear_row(w.memory, sums, rows * padded(w.p.channels))
     clear_tallies(w.exact, tally, rows + 1)
 
 
 @inlined
 def save(w: Worker, sums: int, tally: int, to_sums: int, to_tallies: int, index: int) -> None:
     """Copy a state to an array of states."""
-    rows = _state_rows(w.p.bits, w.p.group)
-    size = rows * _padded(w.p.channels)
+    rows = state_rows(w.p.bits, w.p.group)
+    size = rows * padded(w.p.channels)
     scale_row(floats(to_sums), index * size, w.memory, sums, size, float32(1))
     for i in range(rows + 1):
         doubles(to_tallies)[index * (rows + 1) + i] = w.exact[tally + i]
@@ -57,8 +53,8 @@ def save(w: Worker, sums: int, tally: int, to_sums: int, to_tallies: int, index:
 @inlined
 def merge(w: Worker, from_sums: int, from_tallies: int, first: int, last: int) -> None:
     """The sum of states `first` to `last` of an array."""
-    rows = _state_rows(w.p.bits, w.p.group)
-    size = rows * _padded(w.p.channels)
+    rows = state_rows(w.p.bits, w.p.group)
+    size = rows * padded(w.p.channels)
     clear(w, w.at.sums, w.at.tallies)
     for part in range(first, last):
         add_row(w.memory, w.at.sums, floats(from_sums), part * size, size)
@@ -77,7 +73,7 @@ def gather(w: Worker, batch: int, head: int, first: int, last: int, to: int) -> 
         hash_tokens(w, at.keys, keys, start + begin * p.k_token, p.k_token, count, to + begin)
         clear_buckets(w)
         if _fill(w, batch, head, begin, count, to + begin):
-            w.exact[at.tallies + _state_rows(p.bits, p.group)] = 1.0
+            w.exact[at.tallies + state_rows(p.bits, p.group)] = 1.0
         fold(w, at.sums, at.tallies)
 
 
@@ -85,7 +81,7 @@ def gather(w: Worker, batch: int, head: int, first: int, last: int, to: int) -> 
 def clear_buckets(w: Worker) -> None:
     """All buckets, and their counts."""
     clear_row(w.memory, w.at.buckets, w.at.tables - w.at.buckets)
-    clear_tallies(w.exact, w.at.counts, _digits(w.p.bits, w.p.digit) << w.p.digit)
+    clear_tallies(w.exact, w.at.counts, digits(w.p.bits, w.p.digit) << w.p.digit)
 
 
 @inlined
@@ -128,7 +124,7 @@ def _fill(w: Worker, batch: int, head: int, begin: int, count: int, to: int) -> 
 def add_to_buckets(w: Worker, code: int, x: Any, x0: int, number: float, weight: float) -> None:
     """Add number * x to one bucket a digit, and a weight to their counts."""
     p, at, exact, memory = w.p, w.at, w.exact, w.memory
-    wide, count, low = _padded(p.channels), _digits(p.bits, p.digit), (int64(1) << p.digit) - 1
+    wide, count, low = padded(p.channels), digits(p.bits, p.digit), (int64(1) << p.digit) - 1
     if count == 2:
         one, two = _pair(code, p.digit)
         exact[at.counts + one] += weight
@@ -156,8 +152,8 @@ def fold(w: Worker, sums: int, tally: int) -> None:
 def _fold_bits(w: Worker, sums: int, tally: int) -> None:
     """Upper half minus lower is a bit's sum, both together are the other bits' buckets."""
     p, at, memory, exact = w.p, w.at, w.memory, w.exact
-    wide = _padded(p.channels)
-    for g in range(_digits(p.bits, p.digit)):
+    wide = padded(p.channels)
+    for g in range(digits(p.bits, p.digit)):
         base = at.buckets + (g << p.digit) * wide
         count = at.counts + (g << p.digit)
         for r in range(min(p.digit, p.bits - g * p.digit) - 1, -1, -1):
@@ -177,8 +173,8 @@ def _fold_bits(w: Worker, sums: int, tally: int) -> None:
 def _fold_groups(w: Worker, sums: int, tally: int) -> None:
     """Sums of each group's values, the highest group of a digit first."""
     p, at, memory, exact = w.p, w.at, w.memory, w.exact
-    wide, values = _padded(p.channels), int64(1) << p.group
-    for g in range(_digits(p.bits, p.digit)):
+    wide, values = padded(p.channels), int64(1) << p.group
+    for g in range(digits(p.bits, p.digit)):
         base = at.buckets + (g << p.digit) * wide
         count = at.counts + (g << p.digit)
         groups = min(p.digit, p.bits - g * p.digit) // p.group
@@ -218,8 +214,8 @@ def tabulate_bits(w: Worker) -> None:
     The constant, far larger than the rest, joins the first digit's rows last, which rounds it once.
     """
     p, at, memory, exact = w.p, w.at, w.memory, w.exact
-    wide, constant = _padded(p.channels), doubles(p.constant)[0]
-    for g in range(_digits(p.bits, p.digit)):
+    wide, constant = padded(p.channels), doubles(p.constant)[0]
+    for g in range(digits(p.bits, p.digit)):
         base = at.tables + (g << p.digit) * wide
         below = at.denominators + (g << p.digit)
         count = min(p.digit, p.bits - g * p.digit)
@@ -246,7 +242,7 @@ def tabulate_bits(w: Worker) -> None:
 def mix_groups(w: Worker, head: int, sums: int, tally: int) -> None:
     """Mix the rows of each group by scale * ratio^d, in place, bit by bit."""
     p, memory, exact = w.p, w.memory, w.exact
-    wide, values, groups = _padded(p.channels), int64(1) << p.group, p.bits // p.group
+    wide, values, groups = padded(p.channels), int64(1) << p.group, p.bits // p.group
     scales, ratios = floats(p.scale), floats(p.ratio)
     for j in range(groups):
         scale, ratio = scales[head * groups + j], ratios[head * groups + j]
@@ -269,8 +265,8 @@ def mix_groups(w: Worker, head: int, sums: int, tally: int) -> None:
 def _join_tables(w: Worker) -> None:
     """A digit's table: the sum of what its groups' values read."""
     p, at, memory, exact = w.p, w.at, w.memory, w.exact
-    wide, values = _padded(p.channels), int64(1) << p.group
-    for g in range(_digits(p.bits, p.digit)):
+    wide, values = padded(p.channels), int64(1) << p.group
+    for g in range(digits(p.bits, p.digit)):
         base = at.tables + (g << p.digit) * wide
         below = at.denominators + (g << p.digit)
         row = (g * p.digit) // p.group << p.group
@@ -293,7 +289,7 @@ def scatter(w: Worker, batch: int, head: int, first: int, last: int, to: int, to
     p, at = w.p, w.at
     queries, start = floats(p.q), batch * p.q_batch + head * p.q_head
     out, out0 = floats(p.out), batch * p.out_batch + head * p.out_head
-    broken = w.exact[at.tallies + _state_rows(p.bits, p.group)] != 0.0
+    broken = w.exact[at.tallies + state_rows(p.bits, p.group)] != 0.0
     for begin in range(first, last, BLOCK):
         count = min(BLOCK, last - begin)
         codes0 = int64(to + begin)
@@ -332,7 +328,7 @@ def divisor(p: Problem, head: int, below: float, total: float, broken: bool) -> 
 def look_up(w: Worker, code: int) -> tuple[float, int, int]:
     """A code's denominator, and where the two rows of the tables are that it reads; more are in `rows`."""
     p, at, exact = w.p, w.at, w.exact
-    wide, number, low = _padded(p.channels), _digits(p.bits, p.digit), (int64(1) << p.digit) - 1
+    wide, number, low = padded(p.channels), digits(p.bits, p.digit), (int64(1) << p.digit) - 1
     if number == 2:
         one, two = _pair(code, p.digit)
         below = exact[at.denominators + one] + exact[at.denominators + two]
@@ -348,7 +344,7 @@ def look_up(w: Worker, code: int) -> tuple[float, int, int]:
 @inlined
 def read(w: Worker, one: int, two: int, out: Any, to: int, by: float) -> None:
     """The sum of the rows that were looked up last, divided by a number."""
-    p, at, memory, number = w.p, w.at, w.memory, _digits(w.p.bits, w.p.digit)
+    p, at, memory, number = w.p, w.at, w.memory, digits(w.p.bits, w.p.digit)
     if number == 2:
         read_two_rows(out, to, memory, one, memory, two, p.channels, by)
     else:
@@ -358,7 +354,7 @@ def read(w: Worker, one: int, two: int, out: Any, to: int, by: float) -> None:
 @inlined
 def sum_reads(w: Worker, one: int, two: int, out: Any, to: int) -> None:
     """The sum of the rows that were looked up last."""
-    p, at, memory, number = w.p, w.at, w.memory, _digits(w.p.bits, w.p.digit)
+    p, at, memory, number = w.p, w.at, w.memory, digits(w.p.bits, w.p.digit)
     if number == 2:
         table_row(out, to, memory, one, memory, two, p.channels, float32(1))
     else:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from inspect import Parameter, Signature
 from typing import Any
 
+from ecoformer.backends.cpu import problem
 from ecoformer.backends.cpu.compiler import carray, cgutils, inlined, intrinsic, ir, types
 
 LANES = 16
@@ -23,6 +24,8 @@ F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VECTOR = ir.VectorType(F32, LANES)
 ZERO = ir.Constant(VECTOR, [0.0] * LANES)
 FUSED = ("contract",)
+padded, digits, state_rows = inlined(problem.padded), inlined(problem.digits), inlined(problem.state_rows)
+"""For kernels."""
 Emit = Callable[..., Any]
 _KINDS = {"i": types.int64, "f": types.float32}
 
