@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ecoformer.backends.fused import FusedCall, HashFunctions, load, warn_once
+from ecoformer.backends.fused import FusedCall, load, warn_once
+from ecoformer.backends.hashing import HashFunctions
 
 F = TypeVar("F", bound=Callable[..., Any])
 VARIABLE = "ECOFORMER_BACKEND"

@@ -24,28 +24,12 @@ from ecoformer.arguments import one_line
 from ecoformer.backends import eager
 from ecoformer.backends.hashing import Functions, HashFunctions, Hyperplanes, Signs, codes
 
-__all__ = [
-    "DTYPES",
-    "CannotRun",
-    "Functions",
-    "Fused",
-    "FusedCall",
-    "Grads",
-    "HashFunctions",
-    "Hyperplanes",
-    "Needs",
-    "Signs",
-    "empty_out",
-    "load",
-    "run",
-]
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of tokens and values that fused backends take; all others are eager's."""
 DIFFERENTIABLE = ("q", "k", "v", "key_weight", "hash weight", "key hash weight", "scale", "ratio")
 _WHERE = (0, 1, 2, 4, 8, 12, 13, 14)
 """Where these are among the operator's tensors."""
-_TENSORS = 16
+TENSORS = 16
 Grads = Sequence[Tensor | None]
 Needs = tuple[bool, ...]
 """Whether each of `DIFFERENTIABLE` needs a gradient."""
@@ -101,6 +85,11 @@ class FusedCall(NamedTuple):
         return self.bits if self.scale is None else self.scale.shape[1]
 
     @property
+    def group(self) -> int:
+        """Bits of a group, 0 for the paper's affinity."""
+        return 0 if self.scale is None else self.bits // self.scale.shape[1]
+
+    @property
     def shared_codes(self) -> bool:
         """Whether a token's code as a query is its code as a key."""
         return self.k is None and self.key_functions is None
@@ -111,7 +100,7 @@ class FusedCall(NamedTuple):
         return self._replace(q=self.q.resolve_neg(), k=k, v=self.v.resolve_neg(), key_weight=key_weight)
 
     def flat(self) -> tuple[Any, ...]:
-        """As the operators take them: `_TENSORS` tensors or None, then numbers."""
+        """As the operators take them: `TENSORS` tensors or None, then numbers."""
         functions, key_functions = _spread(self.functions), _spread(self.key_functions)
         return (*self[:5], *functions, *key_functions, *self[7:])
 
@@ -216,7 +205,7 @@ def plain(call: FusedCall) -> Tensor:
         fq, fk, weights = hq, hk, eager.Weights(None, call.constant, None)
         if call.scale is not None and call.ratio is not None and call.floor is not None:
             fq, fk = (group_values(h, call.groups) for h in (hq, hk))
-            mix = mixing(call.scale, call.ratio, call.bits // call.groups)
+            mix = mixing(call.scale, call.ratio, call.group)
             weights = eager.Weights(mix, 0.0, call.floor.view(-1, 1, 1))
         wide = None if mask is None else mask[:, None].expand(v.shape[:-1])
         if call.causal:
@@ -231,7 +220,7 @@ def run(name: str, call: FusedCall, needs_grad: bool) -> Tensor:
     """Attention by the backend `name`, which has said that it can."""
     flat = call.flat()
     out: Tensor
-    if torch.compiler.is_compiling() or any(type(x) not in PLAIN for x in flat[:_TENSORS]):
+    if torch.compiler.is_compiling() or any(type(x) not in PLAIN for x in flat[:TENSORS]):
         out = eco_attention(*flat, name)[0]
     elif needs_grad:
         out = _Direct.apply(*flat, name)  # type: ignore[no-untyped-call]
@@ -294,8 +283,8 @@ def _(*arguments: Any) -> tuple[Tensor, list[Tensor]]:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]]) -> None:
-    ctx.numbers, ctx.backend = inputs[_TENSORS:-1], inputs[-1]
-    ctx.save_for_backward(*inputs[:_TENSORS], *output[1])
+    ctx.numbers, ctx.backend = inputs[TENSORS:-1], inputs[-1]
+    ctx.save_for_backward(*inputs[:TENSORS], *output[1])
 
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> Grads:
@@ -305,7 +294,7 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> Grads:
 def _gradients(ctx: Any, grad: Tensor, backward: Callable[..., Grads]) -> Grads:
     """Of all inputs of the operator, by the operator's backward or by the function that it calls."""
     tensors = ctx.saved_tensors
-    flat, saved = (*tensors[:_TENSORS], *ctx.numbers), list(tensors[_TENSORS:])
+    flat, saved = (*tensors[:TENSORS], *ctx.numbers), list(tensors[TENSORS:])
     needs = [ctx.needs_input_grad[i] for i in _WHERE]
     if isinstance(load(ctx.backend), str):
         found = plain_backward(FusedCall.of(*flat), grad, needs)
@@ -339,8 +328,7 @@ class _Direct(torch.autograd.Function):
             return _gradients(ctx, grad, _backward_by)
         except CannotRun as error:
             # From now on `_gradients` takes eager's.
-            _broken[ctx.backend] = str(error)
-            warn_once(ctx.backend, str(error))
+            warn_once(ctx.backend, give_up(ctx.backend, error))
             return _gradients(ctx, grad, _backward_by)
 
 

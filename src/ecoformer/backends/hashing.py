@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
 Surrogate = Literal["hardtanh", "sigmoid", "scaled"]
 
@@ -37,6 +37,11 @@ class Signs(NamedTuple):
 Functions = HashFunctions | Hyperplanes | Signs
 
 
+def shapes(functions: Functions | None) -> tuple[Size, ...] | None:
+    """Of all tensors."""
+    return None if functions is None else tuple(x.shape for x in functions)
+
+
 def check_functions(name: str, functions: Functions, tokens: Tensor) -> tuple[int, int, int]:
     """Heads, channels and bits; refuses tensors that do not fit each other: kernels would read past them."""
     if isinstance(functions, Signs):
@@ -47,15 +52,15 @@ def check_functions(name: str, functions: Functions, tokens: Tensor) -> tuple[in
             raise ValueError(f"{name}'s weight must be (H, D, b), got {tuple(weight.shape)}")
         heads, dim, bits = weight.shape
         return heads, dim, bits
-    shapes = [tuple(x.shape) for x in functions]
-    fitting = [len(shape) for shape in shapes] == [3, 2, 1, 3]
-    if not fitting or shapes[1:3] != [shapes[0][:2], shapes[0][:1]] or shapes[3][:2] != shapes[0][:2]:
-        named = ", ".join(f"{field} {shape}" for field, shape in zip(functions._fields, shapes, strict=True))
+    sizes = [tuple(x.shape) for x in functions]
+    fitting = [len(size) for size in sizes] == [3, 2, 1, 3]
+    if not fitting or sizes[1:3] != [sizes[0][:2], sizes[0][:1]] or sizes[3][:2] != sizes[0][:2]:
+        named = ", ".join(f"{field} {size}" for field, size in zip(functions._fields, sizes, strict=True))
         raise ValueError(
             f"{name}'s support (H, m, D), mean (H, m), sigma (H,) and weight (H, m, b) must fit each other, "
             f"got {named}"
         )
-    return shapes[0][0], shapes[0][2], shapes[3][2]
+    return sizes[0][0], sizes[0][2], sizes[3][2]
 
 
 def transforming() -> bool:

@@ -13,7 +13,8 @@ from ecoformer.attention.eco import KEY_WEIGHT_GAIN, LARGEST_EXPONENT, HashedAtt
 from ecoformer.attention.local import LocalBranch, depthwise
 from ecoformer.backends.exported import attention as exported_attention
 from ecoformer.backends.exported import exporting
-from ecoformer.backends.fused import FusedCall, Signs
+from ecoformer.backends.fused import FusedCall
+from ecoformer.backends.hashing import Signs
 from ecoformer.backends.integer import (
     LARGEST,
     LEVEL_BITS,

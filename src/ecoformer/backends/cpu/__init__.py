@@ -11,11 +11,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Size, Tensor
+from torch import Tensor
 
 from ecoformer.arguments import one_line
-from ecoformer.backends.cpu.problem import keep_for
-from ecoformer.backends.fused import CannotRun, Functions, FusedCall, Grads, Needs
+from ecoformer.backends.cpu.problem import keep_for as kept
+from ecoformer.backends.fused import CannotRun, FusedCall, Grads, Needs
+from ecoformer.backends.hashing import shapes
 
 __all__ = ["backward", "cannot", "forward", "integer_attention", "kept", "pack_signs", "unavailable"]
 
@@ -25,7 +26,7 @@ def cannot(call: FusedCall, *, needs_grad: bool) -> str | None:
     reason = unavailable(call.q.device)
     if reason is not None:
         return reason
-    if call.key_functions is not None and _shapes(call.key_functions) != _shapes(call.functions):
+    if call.key_functions is not None and shapes(call.key_functions) != shapes(call.functions):
         return "queries and keys have hash functions of different shapes"
     return None
 
@@ -35,10 +36,6 @@ def unavailable(device: torch.device) -> str | None:
     if device.type != "cpu":
         return f"it runs on the CPU, tokens are on {device.type}"
     return None if _installed() else "numba is not installed: pip install 'ecoformer[cpu]'"
-
-
-def _shapes(functions: Functions) -> list[Size]:
-    return [x.shape for x in functions]
 
 
 @cache
@@ -60,11 +57,6 @@ def _compiled(module: str) -> Any:
     except Exception as error:  # whatever numba stumbles over, eager still runs
         what = f"{type(error).__name__}: {one_line(error, 200)}"
         raise CannotRun(f"numba cannot compile its kernels ({what})") from error
-
-
-def kept(call: FusedCall) -> list[Tensor]:
-    """Memory for what the backward needs."""
-    return keep_for(call)
 
 
 def backward(call: FusedCall, grad: Tensor, saved: list[Tensor], needs: Needs) -> Grads:

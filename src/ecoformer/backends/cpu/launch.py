@@ -72,8 +72,7 @@ class Launch:
         keys, channels = v.shape[2:]
         key_functions = call.key_functions or ()
         samples = functions.support.shape[1] if isinstance(functions, HashFunctions) else 0
-        bits = call.bits
-        group = 0 if call.scale is None else bits // call.scale.shape[1]
+        bits, group = call.bits, call.group
         self.heads, self.threads, self.causal = batch * heads, torch.get_num_threads(), call.causal
         self.plan = plan = _plan(
             *(self.heads, queries, keys, dim, channels, samples, bits, group),

@@ -288,7 +288,7 @@ def keep_for(call: FusedCall) -> list[Tensor]:
     if call.causal:
         return []
     batch, heads, _, channels = call.v.shape
-    rows = state_rows(call.bits, group_of(call))
+    rows = state_rows(call.bits, call.group)
     sums = call.v.new_empty(batch * heads, rows, padded(channels), dtype=torch.float32)
     tallies = call.v.new_empty(batch * heads, rows + 1, dtype=torch.float64)
     return [sums, tallies, empty_codes(call)] if call.shared_codes else [sums, tallies]
@@ -298,8 +298,3 @@ def empty_codes(call: FusedCall) -> Tensor:
     """Memory for all tokens' codes, and whether they are NaN."""
     batch, heads, keys, _ = call.v.shape
     return call.v.new_empty(batch * heads * keys * 9, dtype=torch.uint8)
-
-
-def group_of(call: FusedCall) -> int:
-    """Bits of a group, 0 for the paper's affinity."""
-    return 0 if call.scale is None else call.bits // call.groups

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ecoformer.backends.fused import DTYPES, Functions, FusedCall, HashFunctions
+from ecoformer.backends.fused import DTYPES, FusedCall
+from ecoformer.backends.hashing import Functions, HashFunctions
 from ecoformer.backends.triton.configs import HEAVY, capability
 from ecoformer.backends.triton.hashing import INTERPRETED, VERSION
 from ecoformer.backends.triton.launch import forward, kept, sizes_of
@@ -36,7 +37,7 @@ def cannot(call: FusedCall, *, needs_grad: bool) -> str | None:
     if call.bits > _MOST or any(_samples(x) > _MOST for x in (call.functions, call.key_functions)):
         return f"it takes at most {_MOST} bits and {_MOST} support samples"
     if call.scale is not None:
-        features = call.groups << call.bits // call.groups
+        features = call.groups << call.group
         if features > (_CAUSAL_FEATURES if call.causal else _FEATURES):
             return "its states do not hold so many values of groups of bits"
         if call.causal and sizes_of(call).bulk > HEAVY:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ecoformer.backends.fused import Functions, FusedCall, Signs, empty_out
+from ecoformer.backends.fused import TENSORS, FusedCall, empty_out
+from ecoformer.backends.hashing import Signs, shapes
 from ecoformer.backends.triton import causal, groups, plans
 from ecoformer.backends.triton import forward as kernels
 from ecoformer.backends.triton import state as states
@@ -21,8 +22,6 @@ from ecoformer.backends.triton.plans import Plan, Shrink, Slot, Tensors, form
 HASH_PRECISION = "tf32x3"
 """How fp32 matrices are multiplied where codes depend on it: "tf32x3" (three products on tensor cores, about
 22 bits) or "ieee" (plain fp32 arithmetic)."""
-TENSORS = 16
-"""Of `FusedCall.flat`."""
 _FEW = 64
 """Heads with fewer than this take more programs to mix."""
 _CHEAP_TO_ADD = 16 << 20
@@ -59,12 +58,8 @@ def tensors_of(call: FusedCall) -> list[Tensor | None]:
 def key_of(call: FusedCall) -> Hashable:
     """All that the launches of a call depend on except the addresses of its tensors."""
     tokens = tuple([form(x) for x in (call.q, call.k, call.v, call.mask, call.key_weight)])
-    shapes = _shapes(call.functions), _shapes(call.key_functions), call.groups, call.scale is None
-    return call.v.device, tokens, shapes, call.constant, call.causal, HASH_PRECISION
-
-
-def _shapes(functions: Functions | None) -> Hashable:
-    return None if functions is None else tuple(x.shape for x in functions)
+    sizes = shapes(call.functions), shapes(call.key_functions), call.groups, call.scale is None
+    return call.v.device, tokens, sizes, call.constant, call.causal, HASH_PRECISION
 
 
 class Hashing(NamedTuple):
@@ -119,7 +114,7 @@ class Launches(Plan):
         whole = self.beta.is_integer() and self.beta >= 0 and self.bits + self.beta <= 256
         self.whole = {"WHOLE": whole}
         self._sizes, self.grouped = sizes_of(call), call.scale is not None
-        size, features, channels = _group_size(call), _features(call), v.shape[-1]
+        size, features, channels = call.group, _features(call), v.shape[-1]
         shape = {"E": channels, "F": features, "BE": padded(channels), "BF": padded(features)}
         self.reading = {"SIZE": size, "BITS": self.bits, "BB": padded(self.bits), **shape}
 
@@ -228,13 +223,8 @@ def nothing_smaller() -> None:
     """A launch that has one configuration only."""
 
 
-def _group_size(call: FusedCall) -> int:
-    """SIZE of the kernels."""
-    return 0 if call.scale is None else call.bits // call.groups
-
-
 def _features(call: FusedCall) -> int:
-    return call.bits if call.scale is None else call.groups << _group_size(call)
+    return call.groups << call.group
 
 
 def sizes_of(call: FusedCall) -> Sizes:

@@ -7,11 +7,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ecoformer.backends.fused import FusedCall, Grads, Needs
+from ecoformer.backends.fused import TENSORS, FusedCall, Grads, Needs
 from ecoformer.backends.triton import backward as kernels
 from ecoformer.backends.triton import causal, groups, plans
 from ecoformer.backends.triton.launch import (
-    TENSORS,
     Hashing,
     Launches,
     ceiling,
