@@ -27,6 +27,9 @@ from ecoformer.backends.hashing import Functions, Signs, check_functions, sign_s
 
 __all__ = ["causal_product", "eco_attention", "hash_attention", "pack_codes", "sign_ste", "unpack_codes"]
 
+_Given = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Functions, Functions | None]
+"""q, k, v, mask, weights of keys, and hash functions of queries and of keys."""
+
 
 class TokenHasher(Protocol):
     """What `eco_attention` asks of a hasher; `hashing/base.py` has them."""
@@ -129,23 +132,22 @@ def _affinity(affinity: Affinity | None, bias: Bias, bits: int) -> Affinity:
     return affinity
 
 
-def _fused(given: tuple[Any, ...], affinity: Affinity, is_causal: bool, wanted: str | None) -> Tensor | None:
+def _fused(given: _Given, affinity: Affinity, is_causal: bool, wanted: str | None) -> Tensor | None:
     """The output by a fused backend; None where eager is to compute it."""
-    q, k, v, mask, key_weight, functions, key_functions = given
-    if not _regular(given, is_causal):
+    q, _, v, *_ = given
+    bits = _bits_of(given, is_causal)
+    if bits is None:
         if torch.float64 in (q.dtype, v.dtype):
             warn_if_requested(wanted, "it takes fp32, bf16 and fp16")
         return None
-    bits, heads = check_functions("hasher", functions, q)[2], v.shape[1]
     constant = affinity.constant(bits)
     scale = ratio = floor = None
     if constant is None:
         affinity.check_heads(v)
-        scale, ratio, floor = affinity.prepared(bits, heads, v.device)
+        scale, ratio, floor = affinity.prepared(bits, v.shape[1], v.device)
     elif affinity.needs_floor(bits):
         return None
-    tensors = (q, k, v, mask, key_weight, functions, key_functions)
-    call = fused.FusedCall(*tensors, scale, ratio, floor, constant or 0.0, is_causal)
+    call = fused.FusedCall(*given, scale, ratio, floor, constant or 0.0, is_causal)
     if exported.exporting():
         return exported.attention(call)
     needs_grad = torch.is_grad_enabled() and any(
@@ -155,34 +157,34 @@ def _fused(given: tuple[Any, ...], affinity: Affinity, is_causal: bool, wanted: 
     return None if backend == "eager" else fused.run(backend, call, needs_grad)
 
 
-def _regular(given: tuple[Any, ...], is_causal: bool) -> bool:
-    """Whether fused backends take these arguments; eager's checks say what is wrong with others."""
+def _bits_of(given: _Given, is_causal: bool) -> int | None:
+    """b, or None where fused backends do not take these arguments: eager's checks say what is wrong."""
     q, k, v, mask, key_weight, functions, key_functions = given
     k = q if k is None else k
     if not q.ndim == k.ndim == v.ndim == 4 or not (q.numel() and v.numel() and k.numel()):
-        return False
+        return None
     heads, dim, bits = sizes = check_functions("hasher", functions, q)
     if key_functions is not None:
         if isinstance(functions, Signs) or isinstance(key_functions, Signs):
-            return False
+            return None
         if check_functions("key_hasher", key_functions, k) != sizes:
-            return False
+            return None
     device, (batch, v_heads, tokens, _) = v.device, v.shape
     if k.shape != (batch, heads, tokens, dim) or v_heads != heads or bits > 64:
-        return False
+        return None
     if (*q.shape[:2], q.shape[3]) != (batch, heads, dim) or (is_causal and q.shape[2] != tokens):
-        return False
+        return None
     if mask is not None and (mask.dtype, mask.shape, mask.device) != (torch.bool, (batch, tokens), device):
-        return False
+        return None
     floats = [q, k, v]
     if key_weight is not None:
         if key_weight.shape != (batch, heads, tokens):
-            return False
+            return None
         floats.append(key_weight)
     # Kernels take fp32 hash functions for granted.
     if any(x.dtype != torch.float32 or x.device != device for x in (*functions, *(key_functions or ()))):
-        return False
-    return all(x.dtype in fused.DTYPES and x.device == device for x in floats)
+        return None
+    return bits if all(x.dtype in fused.DTYPES and x.device == device for x in floats) else None
 
 
 def hash_attention(
