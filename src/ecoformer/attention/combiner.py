@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ecoformer.attention.base import Attention
 from ecoformer.attention.registry import register_attention
-from ecoformer.backends.eager import accumulator, without
+from ecoformer.backends.eager import widened, without
 from ecoformer.operations import Operations, Product, mac
 
 
@@ -107,7 +107,7 @@ def _summaries(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> tuple[Tensor
 
 def _softmax(logits: Tensor, hidden: Tensor) -> Tensor:
     """Weights, in full precision, of what is not hidden; all zero if everything is."""
-    logits = logits.to(accumulator(logits.dtype))
+    logits = widened(logits)
     floor = torch.finfo(logits.dtype).min
     return logits.masked_fill(hidden, floor).softmax(dim=-1).masked_fill(hidden, 0)
 

@@ -13,6 +13,7 @@ from ecoformer.affinity import Affinity, Bias
 from ecoformer.attention.base import Attention, head_dim_of
 from ecoformer.attention.registry import register_attention
 from ecoformer.attention.weights import Projections, owner_of
+from ecoformer.backends.eager import widened
 from ecoformer.backends.exported import exporting, power_of_two, rows
 from ecoformer.backends.hashing import Surrogate
 from ecoformer.functional import eco_attention
@@ -30,10 +31,6 @@ _SMALLEST = 2.0**-20
 """Of a learned beta or weight."""
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 class LearnedAffinity(nn.Module):
     """Groups of bits whose beta and weight are learned, one of each for every head and group.
 
@@ -48,7 +45,7 @@ class LearnedAffinity(nn.Module):
 
     def forward(self) -> Affinity:
         """The affinity as it is now."""
-        beta, weight = torch.sigmoid(_wide(self.beta)), torch.softmax(_wide(self.weight), dim=-1)
+        beta, weight = torch.sigmoid(widened(self.beta)), torch.softmax(widened(self.weight), dim=-1)
         groups = int(beta.shape[1])  # torch.jit.trace makes it a tensor
         return Affinity(groups, beta.clamp_min(_SMALLEST), weight.clamp_min(_SMALLEST), check=False)
 
@@ -70,7 +67,7 @@ class KeyWeights(nn.Module):
         """Tokens (B, N, dim) to weights (B, H, N) in the dtype of projections, where they are exact."""
         projected = self.exponent(rows(x)).view(*x.shape[:2], self.exponent.out_features).transpose(1, 2)
         scale = KEY_WEIGHT_GAIN / LARGEST_EXPONENT
-        exponent = LARGEST_EXPONENT * torch.tanh(_wide(projected) * scale)
+        exponent = LARGEST_EXPONENT * torch.tanh(widened(projected) * scale)
         rounded = exponent + (exponent.round() - exponent).detach()
         return power_of_two(rounded).to(projected.dtype)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ecoformer.attention.base import Attention
 from ecoformer.attention.registry import register_attention
-from ecoformer.backends.eager import accumulator, full_precision, without
+from ecoformer.backends.eager import accumulator, full_precision, widened, without
 from ecoformer.backends.hashing import unit_length
 from ecoformer.functional import causal_product
 from ecoformer.operations import Counts, Operations, Product
@@ -127,7 +127,7 @@ class FpEcoAttention(PerformerAttention):
     ) -> Tensor:
         """The Performer on unit tokens, scaled so that its 1 / sqrt(d) becomes 1 / temperature."""
         with full_precision(q.device):
-            unit = unit_length(q.to(accumulator(q.dtype)))
+            unit = unit_length(widened(q))
             unit = unit * math.sqrt(math.sqrt(self.head_dim) / self.temperature)
         return super().attend(unit, unit, v, key_padding_mask, is_causal)
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ecoformer.attention.base import Attention
 from ecoformer.attention.registry import register_attention
-from ecoformer.backends.eager import accumulator, full_precision, without
+from ecoformer.backends.eager import accumulator, full_precision, widened, without
 from ecoformer.operations import Operations, Product, mac
 from ecoformer.randomness import seeded
 
@@ -112,7 +112,7 @@ class ReformerAttention(Attention):
         q, values, padded = (self._cut(_take(_per_round(x, order), order)) for x in everything)
         tokens = self._cut(order.unsqueeze(-1))
         # The epsilon that protects zero vectors underflows in fp16.
-        unit = F.normalize(q.to(accumulator(q.dtype)), dim=-1).to(q.dtype)
+        unit = F.normalize(widened(q), dim=-1).to(q.dtype)
         keys, values, padded, others = (_with_previous(x) for x in (unit, values, padded, tokens))
 
         hidden = padded.mT

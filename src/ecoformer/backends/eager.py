@@ -68,6 +68,11 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def widened(x: Tensor) -> Tensor:
+    """x in the dtype in which sums over it are kept."""
+    return x.to(accumulator(x.dtype))
+
+
 def unpack(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """Packed integers (...) as ±1 of `dtype` (..., bits); bit r of the integer is bit r of the code."""
     shifts = torch.arange(bits, device=packed.device)
