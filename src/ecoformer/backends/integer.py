@@ -175,17 +175,12 @@ def _packed(sums: Tensor, least: Tensor, bits: int) -> Tensor:
         out = _by_kernel("pack_signs", sums, least, _empty_codes(sums, bits), bits)
         if out is not None:
             return out
-    return eager_packing(sums, least, bits)
+    return pack((sums >= least).view(len(sums), -1, bits))
 
 
 def _empty_codes(sums: Tensor, bits: int) -> Tensor:
     rows, columns = sums.shape
     return sums.new_empty(rows, columns // bits, dtype=EXACT_WIDTHS.get(bits, torch.int64))
-
-
-def eager_packing(sums: Tensor, least: Tensor, bits: int) -> Tensor:
-    """`pack_signs` in plain PyTorch."""
-    return pack((sums >= least).view(len(sums), -1, bits))
 
 
 @torch.library.custom_op(
