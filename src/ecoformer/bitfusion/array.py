@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -86,7 +86,3 @@ class BitFusion:
             if number > self.max_bits:
                 remedy = f"quantise to {self.max_bits} bits or fewer, or raise BitFusion.max_bits"
                 raise ValueError(f"{name} bits must be at most {self.max_bits}, got {number}: {remedy}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The configuration, for JSON."""
-        return asdict(self)

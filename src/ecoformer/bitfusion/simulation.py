@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -94,7 +94,7 @@ class Total:
             "energy_nj": self.energy_nj,
             "energy_parts_nj": self.energy._asdict(),
             "dram_bits": self.dram_bits._asdict(),
-            "array": self.array.to_dict(),
+            "array": asdict(self.array),
         }
 
 

@@ -62,17 +62,13 @@ def _bitfusion(row: Row) -> Figures:
     return {"latency_ms": ours["latency_ms"], "energy": ours["energy_nj"]}
 
 
-def _nothing(row: Row) -> Figures:
-    return {}
-
-
 _IMAGENET, _CIFAR = partial(_vision, classes=1000), partial(_vision, classes=100)
 TABLES: dict[str, tuple[str, Callable[[Row], Figures]]] = {
     "operation_energy_45nm": ("Energy and area of operations at 45 nm", _operation),
     "imagenet_main": ("ImageNet-1K: main results", _IMAGENET),
     "attention_only": ("Attention layers alone", partial(_IMAGENET, part="attention")),
     "imagenet_from_scratch": ("ImageNet-1K: trained from scratch", _IMAGENET),
-    "throughput": ("Throughput on a GPU", _nothing),
+    "throughput": ("Throughput on a GPU", lambda _: {}),
     "long_range_arena": ("Long Range Arena", _text),
     "cifar100_attentions": ("CIFAR-100: efficient attentions in PVTv2-B0", _CIFAR),
     "cifar100_binarization": ("CIFAR-100: quantisation against hashing", _CIFAR),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -12,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-import ecoformer
 from ecoformer.arguments import one_line
-from ecoformer.benchmarking.results import hardware
+from ecoformer.benchmarking.results import hardware, versions
 from ecoformer.checkpoints import load
 from ecoformer.data import load as load_data
 from ecoformer.data.splits import Arrays, Splits
@@ -115,7 +113,6 @@ def evaluate_path(
 def _result(trainer: Trainer, measured: dict[str, float]) -> dict[str, Any]:
     recipe, progress = trainer.recipe, trainer.progress
     spent = progress.training_seconds
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
     return {
         "recipe": recipe.model_dump(mode="json"),
         "changes": trainer.folder.changes(),
@@ -130,7 +127,7 @@ def _result(trainer: Trainer, measured: dict[str, float]) -> dict[str, Any]:
         "cost": trainer.cost,
         "processes": trainer.accelerator.num_processes,
         "hardware": hardware(trainer.device),
-        "versions": versions | {"ecoformer": ecoformer.__version__},
+        "versions": versions(),
     }
 
 
