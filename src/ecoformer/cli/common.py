@@ -114,6 +114,11 @@ def print_json(facts: Any) -> None:
     typer.echo(json.dumps(facts, indent=2))
 
 
+def show(facts: Any, text: object, as_json: bool) -> None:
+    """Print facts as JSON, or text."""
+    print_json(facts) if as_json else say(text)
+
+
 def print_table(
     names: Iterable[str], rows: Iterable[dict[str, Any]], figures: Iterable[str], **about: Any
 ) -> None:

@@ -126,10 +126,7 @@ def convert(
         lines.append(f"distillation: {learned}")
     written = save(model, target)
     facts |= {"fitted": fitted, "written": str(written)}
-    if as_json:
-        common.print_json(facts)
-    else:
-        common.say("\n".join([*lines, f"wrote {written}"]))
+    common.show(facts, "\n".join([*lines, f"wrote {written}"]), as_json)
 
 
 def _config(settings: list[str]) -> dict[str, Any]:

@@ -67,10 +67,8 @@ def export(
             compare_on = _like(example, islice(Samples(opened, data, batch=1, seed=0), samples))
         progress(f"exporting {opened.what}, and comparing it in ONNX Runtime: about a minute")
         made = export_onnx(opened.model, target, example, samples=compare_on, opset=opset)
-    if as_json:
-        common.print_json(asdict(made) | {"path": str(made.path), "notes": notes})
-    else:
-        common.say("\n".join([str(made), *(f"note: {note}" for note in notes)]))
+    facts = asdict(made) | {"path": str(made.path), "notes": notes}
+    common.show(facts, "\n".join([str(made), *(f"note: {note}" for note in notes)]), as_json)
 
 
 def _text_inputs(model: Any, example: torch.Tensor) -> Any:

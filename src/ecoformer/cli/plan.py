@@ -37,7 +37,4 @@ def plan(
         progress("measuring both models")
         how: dict[str, Any] = {"layers": layers or None, "energy": energy, "measure": measure}
         found = plan_of(opened, attention, inputs(batch), **how, **config)
-    if as_json:
-        common.print_json(found.to_dict())
-    else:
-        common.say(found)
+    common.show(found.to_dict(), found, as_json)

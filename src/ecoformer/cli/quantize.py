@@ -72,7 +72,5 @@ def quantize(
         lines.append(f"distillation: {learned}")
     report = quantize_model(model, batches, max_error=max_error, progress=show)
     written = save(model, target)
-    if as_json:
-        common.print_json(facts | report.to_dict() | {"written": str(written)})
-    else:
-        common.say("\n".join([*lines, str(report), f"wrote {written}"]))
+    facts |= report.to_dict() | {"written": str(written)}
+    common.show(facts, "\n".join([*lines, str(report), f"wrote {written}"]), as_json)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ecoformer.cli.common import AsJson, print_json, print_table
+from ecoformer.cli.common import AsJson, print_json, print_table, show
 
 Change = Annotated[
     list[str] | None,
@@ -77,7 +77,4 @@ def evaluate(
     from ecoformer import training
 
     measured = training.evaluate_path(run, recipe, change or [], device=device)
-    if as_json:
-        print_json(measured)
-    else:
-        typer.echo(f"accuracy {measured['accuracy']:.2%}, loss {measured['loss']:.4f}")
+    show(measured, f"accuracy {measured['accuracy']:.2%}, loss {measured['loss']:.4f}", as_json)
