@@ -31,6 +31,8 @@ from torch.nn import functional as F
 
 import ecoformer
 
+LENGTHS = 16
+"""Batches that share sentences by their length."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "sharp_eco": {"mechanism": "sharp_eco"},
     "sharp_eco, local=7": {"mechanism": "sharp_eco", "local": 7},
@@ -76,10 +78,8 @@ class Encoder:
         self.original: nn.Module = AutoModel.from_pretrained(folder).float().eval().to(device)
         self.device = device
 
-    def batches(self, sentences: list[str], size: int, seed: int | None = None) -> list[dict[str, Tensor]]:
-        if seed is not None:
-            order = torch.randperm(len(sentences), generator=torch.Generator().manual_seed(seed)).tolist()
-            sentences = [sentences[i] for i in order]
+    def batches(self, sentences: list[str], size: int) -> list[dict[str, Tensor]]:
+        """The sentences in order, `size` at a time."""
         made = []
         for start in range(0, len(sentences), size):
             batch = self.tokenizer(
@@ -91,6 +91,17 @@ class Encoder:
             )
             made.append({name: batch[name] for name in ("input_ids", "attention_mask")})
         return made
+
+    def shuffled(self, sentences: list[str], size: int, seed: int) -> list[dict[str, Tensor]]:
+        """Batches in random order, each of sentences of similar length: half of a batch would be padding."""
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(sentences), generator=generator).tolist()
+        groups = []
+        for start in range(0, len(order), LENGTHS * size):
+            part = sorted((sentences[i] for i in order[start : start + LENGTHS * size]), key=len)
+            groups += [part[i : i + size] for i in range(0, len(part), size)]
+        drawn = torch.randperm(len(groups), generator=generator).tolist()
+        return [self.batches(groups[i], size)[0] for i in drawn]
 
     @torch.no_grad()
     def embed(self, model: nn.Module, sentences: list[str]) -> Tensor:
@@ -137,31 +148,34 @@ def run(encoder: Encoder, train: list[str], test: list[str], variant: str, argum
         if config.get("seed") is not None:
             config["seed"] += 100 * seed
         ecoformer.convert(model, config.pop("mechanism"), **config)
-        batches = encoder.batches(train, arguments.batch, seed)
+        batches = encoder.shuffled(train, arguments.batch, seed)
         if any(hasher.learns for hasher in ecoformer.hashers_of(model).values()):
-            ecoformer.fit_hashers(model, encoder.batches(train, 64, seed)[:1], seed=seed)
+            ecoformer.fit_hashers(model, encoder.shuffled(train, 64, seed)[:1], seed=seed)
         stages.setdefault("converted", []).append(compare(encoder.embed(model, test), theirs))
         start = time.perf_counter()
+        precision = torch.autocast(encoder.device, torch.bfloat16, enabled=arguments.bf16)
         if arguments.transfer:
-            ecoformer.transfer(
+            with precision:
+                ecoformer.transfer(
+                    model,
+                    encoder.original,
+                    batches,
+                    steps=arguments.transfer,
+                    lr=arguments.transfer_lr,
+                    projection_lr=arguments.projection_lr,
+                )
+            stages.setdefault("transferred", []).append(compare(encoder.embed(model, test), theirs))
+        with precision:
+            ecoformer.distill(
                 model,
                 encoder.original,
                 batches,
-                steps=arguments.transfer,
-                lr=arguments.transfer_lr,
-                projection_lr=arguments.projection_lr,
+                steps=arguments.steps,
+                lr=arguments.lr,
+                loss="cosine",
+                layers=arguments.layers,
+                output=pooled,
             )
-            stages.setdefault("transferred", []).append(compare(encoder.embed(model, test), theirs))
-        ecoformer.distill(
-            model,
-            encoder.original,
-            batches,
-            steps=arguments.steps,
-            lr=arguments.lr,
-            loss="cosine",
-            layers=arguments.layers,
-            output=pooled,
-        )
         seconds.append(time.perf_counter() - start)
         stages.setdefault("distilled", []).append(compare(encoder.embed(model, test), theirs))
     return {"stages": stages, "seconds": [round(s, 1) for s in seconds]}
@@ -182,6 +196,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=4e-4)
     parser.add_argument("--layers", type=float, default=0.0, help="weight of the layers in distillation")
+    parser.add_argument("--bf16", action="store_true", help="train in bf16; comparisons are in fp32")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS))
     parser.add_argument("--out", default="minilm", help="name of the result file")
