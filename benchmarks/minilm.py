@@ -136,49 +136,47 @@ def compare(ours: Tensor, theirs: Tensor) -> dict[str, float]:
     }
 
 
-def run(encoder: Encoder, train: list[str], test: list[str], variant: str, arguments: Any) -> dict[str, Any]:
-    """Convert, fit, transfer and distil; compare after each."""
+def run(encoder: Encoder, train: list[str], test: list[str], variant: str, seed: int, arguments: Any) -> Any:
+    """Convert, fit, transfer and distil; compare after each. Returns the comparisons and the seconds."""
     theirs = encoder.embed(encoder.original, test)
-    stages: dict[str, list[dict[str, float]]] = {}
-    seconds = []
-    for seed in range(arguments.seeds):
-        torch.manual_seed(seed)
-        model = copy.deepcopy(encoder.original)
-        config = dict(VARIANTS[variant])
-        if config.get("seed") is not None:
-            config["seed"] += 100 * seed
-        ecoformer.convert(model, config.pop("mechanism"), **config)
-        batches = encoder.shuffled(train, arguments.batch, seed)
-        if any(hasher.learns for hasher in ecoformer.hashers_of(model).values()):
-            ecoformer.fit_hashers(model, encoder.shuffled(train, 64, seed)[:1], seed=seed)
-        stages.setdefault("converted", []).append(compare(encoder.embed(model, test), theirs))
-        start = time.perf_counter()
-        precision = torch.autocast(encoder.device, torch.bfloat16, enabled=arguments.bf16)
-        if arguments.transfer:
-            with precision:
-                ecoformer.transfer(
-                    model,
-                    encoder.original,
-                    batches,
-                    steps=arguments.transfer,
-                    lr=arguments.transfer_lr,
-                    projection_lr=arguments.projection_lr,
-                )
-            stages.setdefault("transferred", []).append(compare(encoder.embed(model, test), theirs))
+    stages: dict[str, dict[str, float]] = {}
+    torch.manual_seed(seed)
+    model = copy.deepcopy(encoder.original)
+    config = dict(VARIANTS[variant])
+    if config.get("seed") is not None:
+        config["seed"] += 100 * seed
+    ecoformer.convert(model, config.pop("mechanism"), **config)
+    batches = encoder.shuffled(train, arguments.batch, seed)
+    if any(hasher.learns for hasher in ecoformer.hashers_of(model).values()):
+        ecoformer.fit_hashers(model, encoder.shuffled(train, 64, seed)[:1], seed=seed)
+    stages["converted"] = compare(encoder.embed(model, test), theirs)
+    start = time.perf_counter()
+    precision = torch.autocast(encoder.device, torch.bfloat16, enabled=arguments.bf16)
+    if arguments.transfer:
         with precision:
-            ecoformer.distill(
+            ecoformer.transfer(
                 model,
                 encoder.original,
                 batches,
-                steps=arguments.steps,
-                lr=arguments.lr,
-                loss="cosine",
-                layers=arguments.layers,
-                output=pooled,
+                steps=arguments.transfer,
+                lr=arguments.transfer_lr,
+                projection_lr=arguments.projection_lr,
             )
-        seconds.append(time.perf_counter() - start)
-        stages.setdefault("distilled", []).append(compare(encoder.embed(model, test), theirs))
-    return {"stages": stages, "seconds": [round(s, 1) for s in seconds]}
+        stages["transferred"] = compare(encoder.embed(model, test), theirs)
+    with precision:
+        ecoformer.distill(
+            model,
+            encoder.original,
+            batches,
+            steps=arguments.steps,
+            lr=arguments.lr,
+            loss="cosine",
+            layers=arguments.layers,
+            output=pooled,
+        )
+    seconds = round(time.perf_counter() - start, 1)
+    stages["distilled"] = compare(encoder.embed(model, test), theirs)
+    return stages, seconds
 
 
 def main() -> None:
@@ -212,13 +210,17 @@ def main() -> None:
     settings = {k: v for k, v in vars(arguments).items() if k not in ("model", "train", "test", "out")}
     record = {"sentences": what, "training": len(train), "test": len(test), "settings": settings}
     for variant in arguments.variants:
-        figures[variant] = run(encoder, train, test, variant, arguments)
+        figures[variant] = {"stages": {}, "seconds": []}
+        for seed in range(arguments.seeds):
+            found, seconds = run(encoder, train, test, variant, seed, arguments)
+            figures[variant]["seconds"].append(seconds)
+            for stage, measures in found.items():
+                figures[variant]["stages"].setdefault(stage, []).append(measures)
+            write_result(arguments.out, record | {"variants": figures})  # a run takes many minutes on a CPU
         for stage, runs in figures[variant]["stages"].items():
             names = ("spearman", "same nearest", "same ten nearest", "cosine to the original")
             table.add_row(variant, stage, *(f"{mean(r[name] for r in runs):.3f}" for name in names))
         console.print(table)
-        # After each variant, because all of them take an hour on two cores.
-        console.print(f"wrote {write_result(arguments.out, record | {'variants': figures})}")
 
 
 if __name__ == "__main__":
