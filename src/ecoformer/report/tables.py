@@ -23,7 +23,7 @@ STATUSES: dict[Status, str] = {
     "equal": "ours is the printed figure, to its last digit",
     "differs": "ours is different",
     "open": "the paper leaves settings open; ours are named below the table",
-    "slip": "the print contradicts itself or its own rule; ours is what the rule gives",
+    "slip": "the paper contradicts itself or its own rule; ours is what the rule gives",
     "not ours": "measured or quoted by the authors: printed only",
 }
 _KEYS = ("model", "method", "operation", "m")
