@@ -110,6 +110,15 @@ def test_padding_masks(layers):
     assert max(*result.outputs, *result.layers) < 1e-9
 
 
+def test_padding_of_an_encoder_that_returns_all_tokens():
+    """PyTorch's fast path would return zeros at padding, in the teacher only."""
+    teacher = Classifier().encoder
+    student = copy.deepcopy(teacher)
+    convert(student, "softmax")
+    batch = {"src": tokens(), "src_key_padding_mask": ~SEEN}
+    assert distill(student, teacher, [batch], steps=1, **QUIET).outputs[0] < 1e-9
+
+
 def test_batches_of_every_kind_and_a_forward_of_ones_own():
     x = tokens()
     dataset = torch.utils.data.TensorDataset(x, torch.arange(4))

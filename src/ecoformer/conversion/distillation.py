@@ -126,7 +126,7 @@ def distill(
         return total.detach(), f"distilling, loss {outputs[-1]:.4g}"
 
     optimiser = torch.optim.AdamW(groups, weight_decay=0)
-    with eval_mode(student, teacher):
+    with eval_mode(student, teacher), without_fast_path():  # which returns zeros at padding
         learn(optimiser, batches, steps, backward, progress=progress)
     return Distillation(tuple(outputs), tuple(of_layers))
 
@@ -201,8 +201,7 @@ def _recorded_outputs(layers: dict[str, nn.Module]) -> Iterator[dict[str, Tensor
 
     hooks = [layer.register_forward_hook(make_hook(name)) for name, layer in layers.items()]
     try:
-        with without_fast_path() if layers else contextlib.nullcontext():
-            yield outputs
+        yield outputs
     finally:
         for hook in hooks:
             hook.remove()
