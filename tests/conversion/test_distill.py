@@ -261,7 +261,12 @@ def test_hashers_are_fitted_again(monkeypatch):
 def test_mistakes():
     for kwargs, message in (
         ({"loss": "l3"}, r"^loss must be one of mse, kl, cosine or a function, got 'l3'$"),
-        ({"steps": 0}, r"^steps must be at least 1, got 0$"),
+        ({"steps": 0}, r"^steps must be a whole number of at least 1, got 0$"),
+        ({"steps": 2.5}, r"^steps must be a whole number of at least 1, got 2.5$"),
+        ({"lr": -1.0}, r"^lr must be a finite number of at least 0, got -1.0$"),
+        ({"layers": -1.0}, r"^layers must be a finite number of at least 0"),
+        ({"layers": float("nan")}, r"^layers must be a finite number of at least 0"),
+        ({"refit_every": -1}, r"^refit_every must be a finite number of at least 0"),
     ):
         with pytest.raises(ValueError, match=message):
             distill(*pair(), BATCHES, **{"steps": 2, **kwargs}, **QUIET)

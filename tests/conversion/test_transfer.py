@@ -163,7 +163,10 @@ def test_mistakes_leave_the_student_unchanged():
         ((student, nn.Sequential(teacher)), {}, r"^teacher \(Sequential\) has no layer 'encoder"),
         ((Classifier(), teacher), {}, r"^student \(Classifier\) has no converted layer"),
         ((student, skipping), {}, r"never reached encoder.layers.1.self_attn"),
-        ((student, teacher), {"steps": 0}, r"^steps must be at least 1"),
+        ((student, teacher), {"steps": 0}, r"^steps must be a whole number of at least 1"),
+        ((student, teacher), {"steps": 2.5}, r"^steps must be a whole number of at least 1, got 2.5"),
+        ((student, teacher), {"lr": float("inf")}, r"^lr must be a finite number of at least 0, got inf"),
+        ((student, teacher), {"projection_lr": -0.1}, r"^projection_lr must be a finite number"),
     ]
     for models, arguments, message in cases:
         with pytest.raises(ValueError, match=message):

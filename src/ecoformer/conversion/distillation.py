@@ -98,7 +98,7 @@ def distill(
         forward: how to run a batch, `forward(model, batch)`; default: `model(inputs)` or `model(**mapping)`.
         progress: show a progress bar on a terminal.
     """
-    check_steps(batches, steps)
+    check_steps(batches, steps, lr=lr, layers=layers, refit_every=refit_every)
     _check_ranks(student, group)
     check_models(student, teacher)
     pairs = layer_pairs(student, teacher) if layers else {}

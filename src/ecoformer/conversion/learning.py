@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -128,11 +129,14 @@ def learn(
             )
 
 
-def check_steps(batches: Iterable[Any], steps: int) -> None:
-    """Refuse what there is nothing to learn from."""
+def check_steps(batches: Iterable[Any], steps: int, **rates: float) -> None:
+    """Refuse what there is nothing to learn from, and rates or weights that are not numbers from 0 on."""
     check_batches(batches)
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
+    if not isinstance(steps, Integral) or steps < 1:
+        raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}")
+    for name, value in rates.items():
+        if not isinstance(value, Real) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
 
 
 def _rate(step: int, steps: int) -> float:

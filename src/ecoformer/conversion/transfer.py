@@ -101,7 +101,7 @@ def transfer(
         forward: how to run a batch, `forward(model, batch)`; default: `model(inputs)` or `model(**mapping)`.
         progress: show a progress bar on a terminal.
     """
-    check_steps(batches, steps)
+    check_steps(batches, steps, lr=lr, projection_lr=projection_lr)
     check_models(student, teacher)
     ranks = check_group(group, default_all=True)
     student, teacher = unwrapped(student, parallel=True), unwrapped(teacher, parallel=True)
