@@ -417,6 +417,19 @@ def test_pretrained(variant, kwargs, kind, tmp_path):
 
 
 @both
+def test_pretrained_codes_come_from_the_pretrained_queries_and_keys(variant, tmp_path):
+    original = timm.create_model(variant, num_classes=1000, **NARROW[variant]).eval()
+    path, config = tmp_path / "x.pth", {"seed": 3, "bits": 8}
+    torch.save(original.state_dict(), path)
+    arguments = {"pretrained": True, "pretrained_cfg_overlay": {"file": str(path)}, **NARROW[variant]}
+    model = timm.create_model(
+        f"ecoformer_{variant}", attention="sharp_eco", attention_config=config, **arguments
+    )
+    ecoformer.convert(original, "sharp_eco", **config)
+    assert torch.equal(model.eval()(images()), original(images()))
+
+
+@both
 def test_pretrained_from_our_own_weights(variant, tmp_path):
     model, x = small(variant, num_classes=1000), images()
     safetensors.torch.save_file(model.state_dict(), tmp_path / "ours.safetensors")

@@ -363,6 +363,7 @@ class SharpEcoAttention(HashedAttention):
     def from_projections(cls, source: Projections, *, seed: int | None = None, **kwargs: Any) -> Self:
         """A layer whose codes say on which side of random hyperplanes the source's queries and keys lie."""
         new = super().from_projections(source, **kwargs)
+        new._settings["seed"] = seed
         heads, bits, dim = new.num_heads, new.hasher.bits, source.dim
         planes = torch.randn(heads, bits, new.head_dim, generator=seeded(seed)).to(source.v)
         parts = [(source.q, source.q_bias), (source.k, source.k_bias)][: 2 if new.separate else 1]

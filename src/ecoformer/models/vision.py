@@ -61,9 +61,14 @@ def carry_pretrained(state_dict: dict[str, Tensor], model: nn.Module) -> dict[st
         if not isinstance(layer, Adapter) or f"{name}.proj.weight" not in state:
             continue
         held = {key: state.pop(key) for key in list(state) if key.startswith(f"{name}.")}
-        source = _projections(layer.attention.num_heads, {k[len(name) + 1 :]: v for k, v in held.items()})
+        attention = layer.attention
+        source = _projections(attention.num_heads, {k[len(name) + 1 :]: v for k, v in held.items()})
         with torch.no_grad():
-            carry_over(source, layer.attention)
+            carry_over(source, attention)
+            if attention.projects_to_codes:  # by hyperplanes on these queries and keys
+                settings = {key: value for key, value in attention._settings.items() if key != "out_proj"}
+                drawn = type(attention).from_projections(source, **settings)
+                attention.qk.load_state_dict(drawn.qk.state_dict())
         state |= {f"{name}.{key}": value for key, value in layer.state_dict().items()}
     return state
 
