@@ -10,9 +10,10 @@ from test_distill import BATCHES, DIM, QUIET, SEEN, Classifier, N, bert, pair, s
 from torch import nn
 
 import ecoformer
-from ecoformer import Transfer, convert, transfer
+from ecoformer import Transfer, convert, distill, transfer
 from ecoformer.accounting.planning import Choice, _within_energy
 from ecoformer.conversion.transfer import WINDOW, _narrowed
+from ecoformer.models.text import PAD, TextEncoder
 
 
 @pytest.mark.parametrize("mechanism", ["sharp_eco", "lsh_eco", "performer"])
@@ -80,6 +81,38 @@ def test_padding_does_not_count():
     ]
     for name, losses in found[0].items():
         assert losses == pytest.approx(found[1][name], rel=1e-4)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_padding_of_masks_that_only_the_layers_get_does_not_count(batch_first):
+    """As many texts as tokens, so that a mask laid out wrongly would fit."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(DIM, 2, 24, batch_first=batch_first)
+    teacher = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    student = copy.deepcopy(teacher)
+    convert(student, "sharp_eco")
+    x, hidden = torch.randn(N, N, DIM), torch.zeros(N, N, dtype=torch.bool)
+    hidden[:, 4:] = True
+    padded = torch.cat([x[:, :4], 100 * x[:, 4:]], dim=1)
+    batches = [
+        {"src": padded if batch_first else padded.transpose(0, 1), "src_key_padding_mask": hidden},
+        {"src": x[:, :4] if batch_first else x[:, :4].transpose(0, 1)},
+    ]
+    found = [transfer(copy.deepcopy(student), teacher, [b], steps=1, **QUIET).final for b in batches]
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    weighted = {"steps": 1, "layers": 1.0, "loss": lambda x, y: 0 * x.sum()}
+    found = [distill(copy.deepcopy(student), teacher, [b], **weighted, **QUIET).layers for b in batches]
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+def test_padding_of_our_text_encoder_does_not_count():
+    teacher = TextEncoder(attention="softmax", length=N, dim=DIM, hidden=24)
+    student = copy.deepcopy(teacher)
+    convert(student, "sharp_eco")
+    ids = torch.randint(1, 99, (3, 4))
+    padded = nn.functional.pad(ids, (0, N - 4), value=PAD)
+    found = [transfer(copy.deepcopy(student), teacher, [x], steps=1, **QUIET).final for x in (ids, padded)]
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 def test_planes_learn_relative_to_their_size():

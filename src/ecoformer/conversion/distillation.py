@@ -22,6 +22,7 @@ from ecoformer.conversion.learning import (
     course,
     layer_pairs,
     learn,
+    padding_in,
     parameter_groups,
     relative_mse,
     without_padding,
@@ -141,16 +142,13 @@ def _losses(
     batch: Any,
 ) -> tuple[Tensor, Tensor]:
     """The loss of the outputs, and the mean loss of the layers."""
-    with torch.no_grad(), _recorded_outputs({n: pair[1] for n, pair in pairs.items()}) as of_teacher:
+    with torch.no_grad(), _recorded_outputs({n: pair[1] for n, pair in pairs.items()}, batch) as of_teacher:
         target = output(forward(teacher, batch), batch)
-    with _recorded_outputs({n: pair[0] for n, pair in pairs.items()}) as of_student:
+    with _recorded_outputs({n: pair[0] for n, pair in pairs.items()}, batch) as of_student:
         answer = output(forward(student, batch), batch)
     if answer.shape != target.shape:
         raise ValueError(f"student and teacher must agree: {shape(answer)} against {shape(target)}")
-    terms = [
-        relative_mse(without_padding(of_student[n], batch), without_padding(of_teacher[n], batch))
-        for n in pairs
-    ]
+    terms = [relative_mse(of_student[n], of_teacher[n]) for n in pairs]
     return loss(answer, target), torch.stack(terms).mean() if terms else answer.new_zeros(())
 
 
@@ -189,17 +187,18 @@ def _pick_output(result: Any, batch: Any) -> Tensor:
 
 
 @contextlib.contextmanager
-def _recorded_outputs(layers: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """What the layers return while the context is open."""
+def _recorded_outputs(layers: dict[str, nn.Module], batch: Any) -> Iterator[dict[str, Tensor]]:
+    """What the layers return while the context is open, without padding."""
     outputs: dict[str, Tensor] = {}
 
     def make_hook(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, out: Any) -> None:
-            outputs[name] = out[0] if isinstance(out, tuple) else out
+        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+            first = out[0] if isinstance(out, tuple) else out
+            outputs[name] = without_padding(first, batch, padding_in(module, kwargs))
 
         return hook
 
-    hooks = [layer.register_forward_hook(make_hook(name)) for name, layer in layers.items()]
+    hooks = [layer.register_forward_hook(make_hook(name), with_kwargs=True) for name, layer in layers.items()]
     try:
         yield outputs
     finally:

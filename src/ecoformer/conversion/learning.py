@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from ecoformer.attention import Attention
 from ecoformer.conversion.convert import unwrapped
+from ecoformer.conversion.foreign import hidden_keys
 from ecoformer.conversion.rules import Adapter
 from ecoformer.hashing.fitting import check_batches, move, progress_bar
 
@@ -172,12 +173,25 @@ def relative_mse(x: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(x, target) / target.square().mean().clamp_min(1e-12)
 
 
-def without_padding(x: Tensor, batch: Any) -> Tensor:
-    """The tokens of `x` that the batch's attention mask, if any, does not mark as padding."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or x.ndim != 3 or x.shape[:2] != mask.shape:
+def without_padding(x: Tensor, batch: Any, padding: Tensor | None = None) -> Tensor:
+    """The tokens of `x` that neither `padding` nor, without it, the batch's attention mask hides."""
+    seen = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if padding is not None:
+        seen = ~padding
+    if not isinstance(seen, Tensor) or seen.ndim != 2 or x.ndim != 3 or x.shape[:2] != seen.shape:
         return x
-    return x[mask.bool()]
+    return x[seen.bool()]
+
+
+def padding_in(layer: nn.Module, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The key padding mask that `layer` is called with, true at padding, laid out as its output is."""
+    mask = kwargs.get("key_padding_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return None
+    if mask.dtype != torch.bool:  # nn.TransformerEncoder makes it one that is added to the scores
+        mask = hidden_keys(mask)
+    settings = layer.bound if isinstance(layer, Adapter) else vars(layer)
+    return mask if settings.get("batch_first", True) else mask.T
 
 
 def course(losses: tuple[float, ...]) -> str:

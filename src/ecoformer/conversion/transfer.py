@@ -25,6 +25,7 @@ from ecoformer.conversion.learning import (
     course,
     layer_pairs,
     learn,
+    padding_in,
     parameter_groups,
     relative_mse,
     without_padding,
@@ -260,7 +261,8 @@ def _layer_losses(
                         f"{name}: the student's layer returns {shape(answer)}, the teacher's "
                         f"{shape(target)}: pass the model as it was before convert"
                     )
-                loss = relative_mse(without_padding(answer, batch), without_padding(target, batch))
+                padding = padding_in(module, kwargs)
+                loss = relative_mse(*(without_padding(x, batch, padding) for x in (answer, target)))
                 if loss.requires_grad:
                     torch.autograd.backward(loss)
             found.setdefault(name, []).append(loss.detach())
