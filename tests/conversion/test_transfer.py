@@ -155,6 +155,17 @@ def test_planes_learn_in_the_space_of_the_original_queries_and_keys():
     assert outside.norm() < 1e-4 * steps.norm()
 
 
+def test_a_hook_of_the_teacher_changes_nothing():
+    found = []
+    for hooked in (False, True):
+        student, teacher = pair("sharp_eco", seed=0)
+        if hooked:
+            for layer in teacher.encoder.layers:
+                layer.self_attn.register_forward_hook(lambda *args: None)
+        found.append(transfer(student, teacher, BATCHES, steps=5, **QUIET).layers)
+    assert found[0] == found[1]
+
+
 def test_a_second_transfer_continues_where_the_first_ended():
     """Directions in which queries and keys are tiny do not blow up the planes' steps."""
     torch.manual_seed(0)

@@ -118,6 +118,20 @@ def examine(name: str, module: nn.Module) -> Found | None:
     return None
 
 
+def weights_of(layer: nn.Module) -> Projections | None:
+    """A layer's projections, if they can be read, even if it cannot be converted, such as with hooks."""
+    rule = rule_for(layer)
+    try:
+        if isinstance(layer, (Adapter, Attention)):
+            return projections_of(mechanism_in(layer))
+        source = None if rule is None else rule.projections(layer)
+        if source is not None:
+            source.check(type(layer).__name__)
+    except (ValueError, TypeError, AttributeError, LookupError):
+        return None
+    return source
+
+
 def _read(layer: nn.Module, rule: Rule) -> Projections | str:
     """A layer's projections, or why it cannot be converted."""
     refusal = rule.refuse(layer) if rule.refuse is not None else None

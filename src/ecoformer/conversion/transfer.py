@@ -17,7 +17,7 @@ from ecoformer.arguments import shape
 from ecoformer.backends.eager import full_precision
 from ecoformer.backends.hashing import scaled
 from ecoformer.conversion.convert import unwrapped
-from ecoformer.conversion.layers import examine, mechanism_in
+from ecoformer.conversion.layers import mechanism_in, weights_of
 from ecoformer.conversion.learning import (
     LayerPairs,
     check_models,
@@ -198,8 +198,7 @@ def _planes_on_projections(pairs: LayerPairs, ranks: dist.ProcessGroup | None) -
     with ExitStack() as after:
         for layer, original in pairs.values():
             attention: Any = mechanism_in(layer)
-            found = examine("", original)
-            source = None if found is None else found.source
+            source = weights_of(original)
             if source is None or not getattr(attention, "projects_to_codes", False):
                 continue
             qk, heads = attention.qk, attention.num_heads
