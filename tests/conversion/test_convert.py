@@ -329,6 +329,13 @@ def test_a_local_branch_takes_images_of_any_size(registers):
         assert torch.equal(compiled(images(*size)), model(images(*size)))
 
 
+def test_a_local_branch_over_an_image_needs_all_patches():
+    model = vit(patch_drop_rate=0.5)
+    with pytest.raises(ValueError, match=r"^local=\(k, k\) needs all patches .* patch_drop_rate"):
+        convert(model, "lsh_eco", local=(3, 3))
+    convert(model, "lsh_eco", local=3)
+
+
 def test_torch_fx_takes_a_layer_as_one_node():
     model = vit()
     convert(model, "lsh_eco", local=(3, 3))

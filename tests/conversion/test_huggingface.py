@@ -219,6 +219,13 @@ def test_local_branch_of_text_and_of_images():
         assert classifier(x).logits.shape == (2, 3)
 
 
+def test_an_images_grid_is_not_that_of_a_text():
+    model = transformers.VisionTextDualEncoderModel(vision_model=build("DeiT"), text_model=build("Bert"))
+    refused(model, r"^local=\(3, 3\) needs .*text_model.* use local=k", "lsh_eco", local=(3, 3))
+    convert(model, "lsh_eco", layers="vision_model.*", local=(3, 3))
+    assert model.vision_model(images().float()).last_hidden_state.shape == (2, 18, 16)
+
+
 @pytest.mark.parametrize("name", VISIONS)
 def test_images_of_another_shape_are_read_in_their_own_grid(name):
     model, grids = build(name), []

@@ -202,13 +202,20 @@ def _timm_image(model: Any) -> ImageGrid | None:
     patches = getattr(getattr(model, "patch_embed", None), "proj", None)
     if not is_vit or not isinstance(patches, nn.Conv2d):
         return None
+    if not isinstance(getattr(model, "patch_drop", None), (nn.Identity, type(None))):
+        raise ValueError(
+            "local=(k, k) needs all patches of an image, but patch_drop_rate > 0 drops some in training: "
+            "build the model without it, or use local=k over the sequence"
+        )
     return ImageGrid(model.num_prefix_tokens, patches=patches)
 
 
-def _transformers_image(model: nn.Module) -> ImageGrid | None:
-    prefix = 2 if "deit" in str(getattr(getattr(model, "config", None), "model_type", "")) else 1
-    named = [m for name, m in model.named_modules() if name.endswith("patch_embeddings.projection")]
-    return ImageGrid(prefix, patches=named[0]) if len(named) == 1 else None
+def _transformers_image(model: Any) -> ImageGrid | None:
+    patches = [m for name, m in model.named_modules() if name.endswith("patch_embeddings")]
+    if len(patches) != 1 or not isinstance(getattr(patches[0], "projection", None), nn.Conv2d):
+        return None
+    prefix = 2 if type(patches[0]).__name__.startswith("DeiT") else 1
+    return ImageGrid(prefix, patches=patches[0].projection)
 
 
 _with_size = partial(register_conversion, call=call_with_size, passes_grid=True)
@@ -222,7 +229,7 @@ register_conversion(
     refuse=_refuse_timm,
     image=_timm_image,
 )
-_TRANSFORMERS = {
+_TRANSFORMERS_TEXTS = {
     "bert.modeling_bert": "BertSelfAttention",
     "camembert.modeling_camembert": "CamembertSelfAttention",
     "data2vec.modeling_data2vec_text": "Data2VecTextSelfAttention",
@@ -231,18 +238,20 @@ _TRANSFORMERS = {
     "ernie.modeling_ernie": "ErnieSelfAttention",
     "roberta.modeling_roberta": "RobertaSelfAttention",
     "xlm_roberta.modeling_xlm_roberta": "XLMRobertaSelfAttention",
+}
+_TRANSFORMERS_IMAGES = {
     "deit.modeling_deit": "DeiTAttention",
     "dinov2.modeling_dinov2": "Dinov2Attention",
     "vit.modeling_vit": "ViTAttention",
     "vit_msn.modeling_vit_msn": "ViTMSNAttention",
 }
-for _module, _class in _TRANSFORMERS.items():
+for _module, _class in (_TRANSFORMERS_TEXTS | _TRANSFORMERS_IMAGES).items():
     register_conversion(
         f"transformers.models.{_module}.{_class}",
         projections=_separate,
         call=call_transformers,
         refuse=_refuse_transformers,
-        image=_transformers_image,
+        image=_transformers_image if _module in _TRANSFORMERS_IMAGES else None,
         guard=lambda layer: str(_names_in(layer)[0][0]),
     )
 register_conversion(
