@@ -219,6 +219,26 @@ def test_local_branch_of_text_and_of_images():
         assert classifier(x).logits.shape == (2, 3)
 
 
+@pytest.mark.parametrize("name", ["Bert", "DistilBert", "ViT", "Dinov2"])
+def test_hooks_that_capture_outputs_do_not_stand_in_the_way(name):
+    """transformers never removes them from a model that has returned hidden states or attention weights."""
+    model = build(name, attn_implementation="eager")
+    x = words() if name in TEXTS else images().float()
+    expected = model(x, output_hidden_states=True, output_attentions=True).hidden_states
+    convert(model, "softmax")
+    same(model(x, output_hidden_states=True).hidden_states, expected, 1e-4)
+    with pytest.raises(ValueError, match="does not support output_attentions"):
+        model(x, output_attentions=True)
+
+
+def test_a_backbone_captures_hidden_states():
+    config = transformers.Dinov2Config(**VISION, out_features=["stage1", "stage2"])
+    model = transformers.Dinov2Backbone(config).eval()
+    expected = model(images().float()).feature_maps
+    convert(model, "softmax")
+    same(model(images().float()).feature_maps, expected, 1e-4)
+
+
 def test_an_images_grid_is_not_that_of_a_text():
     model = transformers.VisionTextDualEncoderModel(vision_model=build("DeiT"), text_model=build("Bert"))
     refused(model, r"^local=\(3, 3\) needs .*text_model.* use local=k", "lsh_eco", local=(3, 3))

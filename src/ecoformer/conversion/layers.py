@@ -21,6 +21,8 @@ _POSITION_BIAS = re.compile(
     r"relative_(position|coord|attention)|rel_pos|position_bias|attention_biases|bias_table|rpb"
 )
 _ROTARY = re.compile(r"rope|rotary|freqs_cis|position_embeddings")
+_CAPTURING = "transformers.utils.output_capturing"
+"""Its hooks collect what `output_attentions` asks for, which converted layers refuse; they stay for good."""
 
 
 def mechanism_in(layer: nn.Module) -> nn.Module:
@@ -164,7 +166,8 @@ def _hidden_behaviour(layer: nn.Module, known: tuple[str, ...]) -> str | None:
     """What a layer does besides what its parameters show, and a new layer would not do."""
     for name, module in layer.named_modules():
         where = f" of {name}" if name else ""
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+        if any(getattr(hook, "__module__", "") != _CAPTURING for each in hooks for hook in each.values()):
             return f"hooks{where} would be lost: remove them, and register them again afterwards"
         if "forward" in vars(module):
             return f"forward{where} was replaced on the object, and would be lost"
