@@ -11,6 +11,7 @@ from torch import nn
 
 import ecoformer
 from ecoformer import Transfer, convert, distill, transfer
+from ecoformer.accounting import planning
 from ecoformer.accounting.planning import Choice, _within_energy
 from ecoformer.conversion.transfer import WINDOW, _narrowed
 from ecoformer.models.text import PAD, TextEncoder
@@ -335,6 +336,26 @@ def test_choices_within_an_energy():
     for wrong in ({}, {"loss": 1.0, "energy": 1.0}, {"loss": -1.0}, {"loss": 1.0, "candidates": []}):
         with pytest.raises(ValueError, match=r"loss|candidates"):
             ecoformer.allocate(Classifier(), BATCHES, (1, N, DIM), **wrong)
+
+
+def test_allocation_counts_a_candidate_once():
+    model, x = Classifier().encoder, torch.randn(2, 64, DIM)
+    twice = [("sharp_eco", {"bits": 8})] * 2
+    made = ecoformer.allocate(model, [x], (1, 64, DIM), loss=1e9, candidates=twice, steps=1, **QUIET)
+    assert [str(choice) for choice in made.layers.values()] == ["sharp_eco (bits=8)"] * 2
+    model(x)
+
+
+def test_allocation_refuses_before_it_trains(monkeypatch):
+    monkeypatch.setattr(planning, "transfer", lambda *args, **kwargs: pytest.fail("trained"))
+    for batches, limit, message in (
+        (BATCHES, {"energy": 0.01}, r"^energy=0.01: the cheapest choice takes \d.\d\d times"),
+        (iter(BATCHES), {"loss": 1.0}, r"^batches can be read only once, .*: pass a list"),
+    ):
+        model = Classifier().encoder
+        with pytest.raises(ValueError, match=message):
+            ecoformer.allocate(model, batches, (1, N, DIM), **limit, steps=1, **QUIET)
+        assert isinstance(model.layers[0].self_attn, nn.MultiheadAttention)
 
 
 def test_gradients_reach_only_planes_that_a_token_is_close_to():

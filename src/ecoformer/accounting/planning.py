@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -295,41 +295,57 @@ def allocate(
             raise ValueError(f"{name} must be at least 0, got {value}")
     if not candidates:
         raise ValueError("candidates is empty: name at least one mechanism")
+    if isinstance(batches, Iterator):
+        raise ValueError(
+            "batches can be read only once, but each candidate needs them: pass a list or a data loader"
+        )
+    tried: list[tuple[str, dict[str, Any]]] = []
+    for mechanism, settings in candidates:
+        if (mechanism, dict(settings)) not in tried:
+            tried.append((mechanism, dict(settings)))
     model = unwrapped(model)
     before, example = _ledger(model, input_size, table), _example(model, input_size)
     options: dict[str, list[tuple[Choice, nn.Module | None]]] = {}
-    for mechanism, config in candidates:
+    for mechanism, config in tried:
         trial = copy.deepcopy(model)
         report = convert(trial, mechanism, layers=layers, example=example, **config)
+        names = [layer.name for layer in report.replaced]
+        native, after = (layer_energies(each, names) for each in (before, _ledger(trial, input_size, table)))
+        for name in names:
+            options.setdefault(name, [(Choice(None, {}, 0.0, native[name]), None)])
+            options[name].append((Choice(mechanism, config, 0.0, after[name]), None))
+    if energy is not None:
+        _within_energy(options, energy, before.energy_pj)  # refuses what cannot be, before any training
+    for mechanism, config in tried:
+        trial = copy.deepcopy(model)
+        convert(trial, mechanism, layers=layers, example=example, **config)
         if any(hasher.learns for hasher in hashers_of(trial).values()):
             ranks: Group = check_group(transfer_arguments.get("group"), default_all=True) or "alone"
             fit_hashers(
                 trial, batches, group=ranks, forward=transfer_arguments.get("forward"), progress=False
             )
         found: Transfer = transfer(trial, model, batches, **transfer_arguments)
-        energies = layer_energies(_ledger(trial, input_size, table), found.final)
-        native = layer_energies(before, found.final)
-        for name in (layer.name for layer in report.replaced):
-            options.setdefault(name, [(Choice(None, {}, 0.0, native[name]), None)])
-            choice = Choice(mechanism, dict(config), found.final[name], energies[name])
-            options[name].append((choice, trial.get_submodule(name)))
+        for name, choices in options.items():
+            for index, (choice, _) in enumerate(choices):
+                if (choice.mechanism, choice.config) == (mechanism, config):
+                    taught = replace(choice, loss=found.final[name])
+                    choices[index] = (taught, trial.get_submodule(name))
     if loss is not None:
         chosen = _within_loss(options, loss)
     else:
         chosen = _within_energy(options, energy or 0.0, before.energy_pj)
-    choices = {name: options[name][index][0] for name, index in chosen.items()}
-    for mechanism, config in candidates:
-        wanted = Choice(mechanism, dict(config), 0.0, 0.0)
-        names = {name for name, choice in choices.items() if str(choice) == str(wanted)}
-        if names:
-            convert(model, mechanism, layers=_named(names), example=example, **config)
+    made = {name: options[name][index][0] for name, index in chosen.items()}
+    for mechanism, config in tried:
+        wanted = {name for name, c in made.items() if (c.mechanism, c.config) == (mechanism, config)}
+        if wanted:
+            convert(model, mechanism, layers=_named(wanted), example=example, **config)
     saved = 0.0
     for name, index in chosen.items():
-        saved += options[name][0][0].energy_pj - choices[name].energy_pj
+        saved += options[name][0][0].energy_pj - made[name].energy_pj
         trained = options[name][index][1]
         if trained is not None:
             model.get_submodule(name).load_state_dict(trained.state_dict())
-    return Allocation(choices, 1 - saved / before.energy_pj)
+    return Allocation(made, 1 - saved / before.energy_pj)
 
 
 def _named(names: set[str]) -> Selection:
