@@ -201,6 +201,8 @@ def test_mistakes_leave_the_student_unchanged():
     before = state(student)
     skipping = Skips()
     skipping.load_state_dict(teacher.state_dict())
+    wider = Classifier()
+    wider.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(2 * DIM, 2, 24, batch_first=True), 2)
     bad = BATCHES[0].clone()
     bad[0, 0, 0] = torch.nan
     cases = [
@@ -208,6 +210,7 @@ def test_mistakes_leave_the_student_unchanged():
         ((student, nn.Sequential(teacher)), {}, r"^teacher \(Sequential\) has no layer 'encoder"),
         ((Classifier(), teacher), {}, r"^student \(Classifier\) has no converted layer"),
         ((student, skipping), {}, r"never reached encoder.layers.1.self_attn"),
+        ((student, wider), {}, r"^encoder.layers.0.self_attn: .* has 16 channels, the teacher's 32"),
         ((student, teacher), {"steps": 0}, r"^steps must be a whole number of at least 1"),
         ((student, teacher), {"steps": 2.5}, r"^steps must be a whole number of at least 1, got 2.5"),
         ((student, teacher), {"lr": float("inf")}, r"^lr must be a finite number of at least 0, got inf"),
@@ -217,6 +220,9 @@ def test_mistakes_leave_the_student_unchanged():
         with pytest.raises(ValueError, match=message):
             transfer(*models, BATCHES, **{"steps": 2, **arguments}, **QUIET)
         assert unchanged(student, before)
+    with pytest.raises(ValueError, match=r"never reached encoder.layers.1.self_attn"):
+        distill(student, skipping, BATCHES, steps=1, layers=1.0, **QUIET)
+    assert unchanged(student, before)
     with pytest.raises(FloatingPointError, match="check the inputs"):
         transfer(student, teacher, [bad], steps=2, **QUIET)
     assert unchanged(student, before)

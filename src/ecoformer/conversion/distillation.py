@@ -18,6 +18,7 @@ from ecoformer.attention import Attention
 from ecoformer.conversion.learning import (
     LayerPairs,
     check_models,
+    check_reached,
     check_steps,
     course,
     layer_pairs,
@@ -148,6 +149,8 @@ def _losses(
         answer = output(forward(student, batch), batch)
     if answer.shape != target.shape:
         raise ValueError(f"student and teacher must agree: {shape(answer)} against {shape(target)}")
+    for reached in (of_teacher, of_student):
+        check_reached(pairs, reached)
     terms = [relative_mse(of_student[n], of_teacher[n]) for n in pairs]
     return loss(answer, target), torch.stack(terms).mean() if terms else answer.new_zeros(())
 

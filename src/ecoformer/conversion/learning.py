@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from numbers import Integral, Real
 from typing import Any
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ecoformer.attention import Attention
 from ecoformer.conversion.convert import unwrapped
 from ecoformer.conversion.foreign import hidden_keys
+from ecoformer.conversion.layers import mechanism_in, weights_of
 from ecoformer.conversion.rules import Adapter
 from ecoformer.hashing.fitting import check_batches, move, progress_bar
 
@@ -51,7 +52,22 @@ def layer_pairs(student: nn.Module, teacher: nn.Module) -> LayerPairs:
             f"teacher ({type(teacher).__name__}) has no layer {missing[0]!r} to compare with the student's: "
             "pass the model as it was before convert"
         )
-    return {name: (student.get_submodule(name), modules[name]) for name in outermost}
+    pairs = {name: (student.get_submodule(name), modules[name]) for name in outermost}
+    for name, (layer, original) in pairs.items():
+        source, width = weights_of(original), mechanism_in(layer).dim
+        if source is not None and source.dim != width:
+            raise ValueError(
+                f"{name}: the student's layer has {width} channels, the teacher's {source.dim}: pass the "
+                "model as it was before convert"
+            )
+    return pairs
+
+
+def check_reached(names: Iterable[str], reached: Container[str]) -> None:
+    """Refuse layers that a forward pass does not call."""
+    missed = [name for name in names if name not in reached]
+    if missed:
+        raise ValueError(f"the forward pass never reached {', '.join(missed)}: convert other layers only")
 
 
 def parameter_groups(

@@ -21,6 +21,7 @@ from ecoformer.conversion.layers import mechanism_in, weights_of
 from ecoformer.conversion.learning import (
     LayerPairs,
     check_models,
+    check_reached,
     check_steps,
     course,
     layer_pairs,
@@ -275,11 +276,7 @@ def _layer_losses(
             handle = original.register_forward_hook(make_hook(name, layer), with_kwargs=True)
             hooks.callback(handle.remove)
         forward(teacher, batch)
-    missed = [name for name in pairs if name not in found]
-    if missed:
-        raise ValueError(
-            f"the teacher's forward pass never reached {', '.join(missed)}: convert other layers only"
-        )
+    check_reached(pairs, found)
     return {name: torch.stack(losses).mean() for name, losses in found.items()}
 
 
