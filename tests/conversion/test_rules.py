@@ -147,6 +147,14 @@ def test_a_rule_may_refuse():
     )
 
 
+@pytest.mark.parametrize("heads", [0, -1])
+def test_a_rule_that_reads_no_heads(heads):
+    teach()
+    model = Stack(Block(Unheard()))
+    model.blocks[0].attn.heads = heads
+    refused(model, f"Unheard has {heads} heads for {DIM} channels", "softmax")
+
+
 def test_subclasses_need_rules_of_their_own():
     class Scaled(Unheard):
         def forward(self, tokens, hidden=None):
@@ -348,13 +356,19 @@ def test_mistakes():
     )
     refused(model, r"^layers='nope' matches no", "eco", layers=["blocks.0.*", "nope"])
     refused(model, "^layers", "eco", layers=[])
+    refused(model, "^layers must hold patterns .* got 1$", "eco", layers=[1], error=TypeError)
     refused(model, "^layers", "eco", layers=lambda name, layer: False)
     refused(model, r"^unknown attention 'ecco': did you mean 'eco'\?$", "ecco")
     message = r"^unknown setting 'bit' of eco \(did you mean 'bits'\?\); choose from attn_drop, bias, bits"
     refused(model, message, "eco", bit=8, error=TypeError)
-    refused(model, "^eco: .*dim", "eco", dim=8, error=TypeError)
+    for name in ("dim", "num_heads", "out_proj"):
+        refused(model, f"^{name}=2: .* from each layer, leave it out", "eco", error=TypeError, **{name: 2})
+    for seed in ("a", 1.5, True):
+        refused(model, "^seed must be a whole number", "lsh_eco", seed=seed, error=TypeError)
+    refused(model, "^qkv_bias=False would lose the biases of blocks.0.attn", "eco", qkv_bias=False)
     refused(model, "bits", "eco", bits=0)
-    refused(model, "^local must be an odd k", "eco", local=2)
+    for local in (2, True, "7", 7.0, (3, 3, 3), (3, "3")):
+        refused(model, "^local must be an odd k", "eco", local=local)
     refused(model, "linformer is sized by .*seq_len=.* or example=", "linformer")
     assert torch.equal(model(x), before)
     assert len(convert(model, "softmax").replaced) == 2

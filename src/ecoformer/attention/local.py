@@ -21,9 +21,9 @@ class LocalBranch(SharesTokens, nn.Module):
 
     def __init__(self, dim: int, size: int | tuple[int, int]) -> None:
         super().__init__()
-        sizes = (size,) if isinstance(size, int) else tuple(size)
-        if len(sizes) > 2 or any(s < 1 or s % 2 == 0 for s in sizes):
-            raise ValueError(f"local must be an odd k or a pair of odd numbers (k, k), got {size}")
+        sizes = tuple(size) if isinstance(size, (tuple, list)) else (size,)
+        if len(sizes) not in (1, 2) or any(type(s) is not int or s < 1 or s % 2 == 0 for s in sizes):
+            raise ValueError(f"local must be an odd k or a pair of odd numbers (k, k), got {size!r}")
         self.size, self.sizes = (size if isinstance(size, int) else sizes), sizes
         self.weight = nn.Parameter(torch.zeros(dim, 1, *sizes))
 

@@ -78,7 +78,7 @@ class Projections(NamedTuple):
             raise ValueError(
                 f"{owner} projects {dim} channels by {odd}; only square projections can be carried over"
             )
-        if dim % self.num_heads:
+        if self.num_heads < 1 or dim % self.num_heads:
             raise ValueError(f"{owner} has {self.num_heads} heads for {dim} channels")
 
 

@@ -111,6 +111,7 @@ def convert(
     why_left = choose(found, layers)
     chosen = [f for f in found if why_left[f.name] is None]
     _check_chosen(model, found, chosen)
+    _check_config(chosen, config)
     settings = _settings(model, cls, chosen, example, config)
     left = tuple(SkippedLayer(f.name, f.kind, why) for f in found if (why := why_left[f.name]) is not None)
     replaced, notes = _replace(model, cls, chosen, settings)
@@ -167,6 +168,20 @@ def _check_chosen(model: nn.Module, found: list[Found], chosen: list[Found]) -> 
             f"{bad[0].name or type(model).__name__} ({bad[0].kind}) cannot be converted{more}: "
             f"{bad[0].refusal}{remedy}"
         )
+
+
+def _check_config(chosen: list[Found], config: dict[str, Any]) -> None:
+    """Refuse arguments that only a layer of its own can have, and a seed that cannot be counted up."""
+    for name in ("dim", "num_heads", "out_proj"):
+        if name in config:
+            raise TypeError(f"{name}={config[name]!r}: convert reads {name} from each layer, leave it out")
+    seed = config.get("seed")
+    if seed is not None and type(seed) is not int:
+        raise TypeError(f"seed must be a whole number, got {seed!r}")
+    sources = {f.name: f.source for f in chosen if f.source is not None}
+    biased = [n for n, s in sources.items() if any(b is not None for b in (s.q_bias, s.k_bias, s.v_bias))]
+    if biased and not config.get("qkv_bias", True):
+        raise ValueError(f"qkv_bias=False would lose the biases of {biased[0]}: leave it out")
 
 
 def _replace(
@@ -271,7 +286,6 @@ def _new_layer(
 ) -> nn.Module:
     """The mechanism, in an adapter where the model calls its attention in another way."""
     old, rule = found.layer, found.rule
-    image = _image(model, found, settings.get("local", 0), images)
     try:
         if isinstance(found.inner, Attention):
             attention = cls.from_softmax(found.inner, **settings)
@@ -282,6 +296,7 @@ def _new_layer(
     attention.train(found.inner.training)
     if rule is None:
         return attention
+    image = _image(model, found, attention, images)
     if isinstance(old, Adapter):
         bound, guard = old.bound, old.guard
     else:
@@ -290,16 +305,19 @@ def _new_layer(
 
 
 def _image(
-    model: nn.Module, found: Found, local: int | tuple[int, int], images: dict[Rule, ImageGrid | None]
+    model: nn.Module, found: Found, attention: Attention, images: dict[Rule, ImageGrid | None]
 ) -> ImageGrid | None:
     """How tokens lie in an image, for a two-dimensional local branch; layers share what is in `images`."""
     known = found.layer.image if isinstance(found.layer, Adapter) else None
-    if isinstance(local, int) or found.rule is None or found.rule.passes_grid or known is not None:
+    local = attention.local
+    if local is None or len(local.sizes) == 1:
+        return known
+    if found.rule is None or found.rule.passes_grid or known is not None:
         return known
     image = images.setdefault(found.rule, found.rule.image(model) if found.rule.image is not None else None)
     if image is None:
         raise ValueError(
-            f"local={local} needs the image's height and width, which are not known in "
+            f"local={local.size} needs the image's height and width, which are not known in "
             f"{type(model).__name__}, {found.name}: use local=k over the sequence"
         )
     return image

@@ -210,6 +210,8 @@ def choose(found: list[Found], layers: Selection) -> dict[str, str | None]:
     patterns = [layers] if isinstance(layers, str) else list(layers)
     patterns = ["*" if pattern == "all" else pattern for pattern in patterns]
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"layers must hold patterns such as 'blocks.1.*', got {pattern!r}")
         if not any(fnmatchcase(f.name, pattern) for f in found):
             names = [f.name or "the model itself" for f in found]
             if len(names) > 4:
