@@ -244,6 +244,107 @@ def test_transformers_refuses_int8_weights(tmp_path):
             transformers.BertModel.from_pretrained(folder)
 
 
+def test_models_that_read_the_dtype_of_a_weight(tmp_path):
+    """ViT of transformers casts pixels to that of its first layer."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = transformers.ViTConfig(image_size=32, patch_size=8, num_labels=10, **sizes)
+    torch.manual_seed(0)
+    model = transformers.ViTForImageClassification(config).eval()
+    original, pixels = copy.deepcopy(model), torch.rand(24, 3, 32, 32) * 2 - 1
+    ecoformer.quantize(model, [pixels[:16]], progress=False)
+    again = ecoformer.load(ecoformer.save(model, tmp_path / "int8.safetensors"))
+    with torch.inference_mode():
+        expected = original(pixels[16:]).logits
+        for found in (model(pixels[16:]).logits, again(pixels[16:]).logits):
+            assert nn.functional.cosine_similarity(found, expected).min() > 0.99
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_can_be_used_twice(dtype):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = nn.Linear(16, 8)
+
+        def forward(self, x):
+            return nn.functional.linear(self.encoder(x).relu(), self.encoder.weight.t())
+
+    torch.manual_seed(0)
+    model, x = Tied().to(dtype), torch.randn(32, 16, dtype=dtype)
+    expected = model(x)
+    ecoformer.quantize(model, [x], progress=False)
+    weight = model.encoder.weight
+    assert (weight.dtype, weight.shape, weight.device) == (dtype, (8, 16), x.device)
+    assert error(model(x), expected) < 1e-3
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
+    numbers = model.state_dict()["encoder.weight"]
+    assert (numbers.dtype, numbers.shape) == (torch.int8, (8, 16, 1))
+
+
+def test_integer_layers_refuse_what_the_originals_refuse():
+    linear, convolution = IntegerLinear(4, 3), IntegerConv2d(nn.Conv2d(4, 2, 3))
+    for layer, size in ((linear, (2, 4)), (convolution, (1, 4, 5, 5))):
+        with pytest.raises(ValueError, match=r"x must be floating point .*got torch.int64"):
+            layer(torch.ones(size, dtype=torch.long))
+        with pytest.raises(ValueError, match=r"x must be floating point .*8"):
+            layer(torch.ones([8 if n == 4 else n for n in size]))
+
+
+@pytest.mark.parametrize("weight", [0.0, 1e-9, 1e-38])
+def test_biases_of_channels_with_tiny_weights(weight):
+    torch.manual_seed(0)
+    for layer, x in ((nn.Linear(16, 4), 100 * torch.randn(32, 16)), (nn.Conv2d(3, 4, 3), images(1)[0])):
+        with torch.no_grad():
+            layer.weight[2] *= weight
+            layer.bias[2] = 0.3
+            layer.weight[3], layer.bias[3] = 0.0, 0.0
+        model = nn.Sequential(copy.deepcopy(layer))
+        ecoformer.quantize(model, [x], progress=False)
+        found, expected = (each(x).transpose(0, 1).flatten(1) for each in (model, layer))
+        assert found[2].tolist() == pytest.approx(expected[2].tolist(), abs=0.02)
+        assert not found[3].any()
+
+
+def test_the_largest_sum_fits_in_32_bits():
+    weight, bias = torch.ones(1, 1 << 16), torch.tensor([980.0])
+    layer = IntegerLinear(1 << 16, 1)
+    layer.fill(weight, bias, Grid(0.01, -128))
+    x = torch.full((1, 1 << 16), 255 * 0.01)
+    assert layer(x).item() == pytest.approx(980 + 255 * 0.01 * (1 << 16), rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_scales_stay_in_fp32(dtype):
+    torch.manual_seed(0)
+    attention = ecoformer.create_attention("sharp_eco", 32, 2, local=3)
+    nn.init.normal_(attention.local.weight)
+    model = nn.Sequential(nn.Linear(16, 32), attention).eval()
+    x = torch.randn(2, 9, 16)
+    expected = model(x)
+    ecoformer.quantize(model, [x], progress=False)
+    state = copy.deepcopy(model.state_dict())
+    model.to(dtype)
+    assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
+    assert model[0].weight.dtype == model[1].projection.weight.dtype == dtype
+    found = model(x.to(dtype))
+    assert found.dtype == dtype
+    assert error(found.float(), expected) < 0.02
+
+
+def test_buffers_may_be_written_in_place(tmp_path):
+    pytest.importorskip("onnxruntime")
+    one = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1))
+    other, x = copy.deepcopy(one), images(1)[0]
+    ecoformer.quantize(one, [x + 4], progress=False)
+    ecoformer.quantize(other, [3 * x], progress=False)
+    for to, source in zip(other.buffers(), one.buffers(), strict=True):
+        to.copy_(source)
+    assert torch.equal(other(x + 4), one(x + 4))
+    ecoformer.export_onnx(other, tmp_path / "int8.onnx", x + 4)
+    assert other[0]._grids == one[0]._grids
+
+
 def test_a_model_quantised_in_inference_mode_can_be_loaded_into():
     model = nn.Sequential(nn.Linear(4, 4))
     with torch.inference_mode():

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from ecoformer.arguments import one_line
 from ecoformer.files import replacing
 from ecoformer.quantization import integer_layers
+from ecoformer.quantization.layers import HasGrids
 from ecoformer.running import NOT_TAKEN, eval_mode, not_taken
 from ecoformer.third_party import import_library
 
@@ -99,6 +100,9 @@ def export_onnx(
         import_library(package)
     _check_size(model)
     path = Path(path)
+    for module in model.modules():
+        if isinstance(module, HasGrids):
+            module.remember_grids()
     inputs = _with_two(_named(example))
     with eval_mode(model), torch.no_grad(), _quiet():
         reference = _run(model, inputs, example)

@@ -37,7 +37,7 @@ from ecoformer.quantization.layers import (
 )
 
 
-class IntegerLocal(LocalBranch):
+class IntegerLocal(HasGrids, LocalBranch):
     """A local branch of int8 values: int32 sums, and what one unit of them stands for, by channel."""
 
     weight: Any
@@ -94,13 +94,14 @@ class IntegerAttention(HasGrids, HashedAttention):
         self.hasher = SignHasher(layer.num_heads, self.bits)
         self.weighted = layer.key_weights is not None
         self.key_weights: Any = self.weighted or None  # for `operations`
-        device, heads, groups = layer.v.weight.device, layer.num_heads, layer.groups or 1
+        heads, groups = layer.num_heads, layer.groups or 1
+        device, dtype = layer.v.weight.device, layer.v.weight.dtype
         codes = heads * self.bits * (2 if layer.separate else 1)
         self.parts = [codes, heads if self.weighted else 0, layer.dim]
-        self.projection = IntegerLinear(layer.dim, sum(self.parts), device)
+        self.projection = IntegerLinear(layer.dim, sum(self.parts), device, dtype)
         self.proj: Any = nn.Identity()
         if isinstance(layer.proj, (nn.Linear, IntegerLinear)):
-            self.proj = IntegerLinear(layer.dim, layer.dim, device)
+            self.proj = IntegerLinear(layer.dim, layer.dim, device, dtype)
         new: Any = {"device": device}
         self.register_buffer("thresholds", torch.zeros(self.parts[1], 24, dtype=torch.int32, **new))
         size = (heads, groups, self.bits // groups + 1)

@@ -7,17 +7,25 @@ DequantizeLinear around standard operators (QDQ), which runtimes fuse to their i
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
+from ecoformer.arguments import shape
 from ecoformer.backends.eager import full_precision
 from ecoformer.backends.exported import exporting
 from ecoformer.backends.integer import LARGEST
 
 LOWEST, HIGHEST = -128, 127
+MOST_INPUTS = 1 << 16
+"""Numbers that an int8 product adds up: sums of more may not fit in 32 bits."""
+_SMALLEST_SCALE = 1e-30
+"""Smaller numbers are zero."""
 
 
 class Grid(NamedTuple):
@@ -32,10 +40,11 @@ def quantized(x: Tensor, scale: Tensor, zero: Tensor | int = 0) -> Tensor:
     return (torch.round(x / scale) + zero).clamp(LOWEST, HIGHEST).to(torch.int8)
 
 
-def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 weights (out, ...) and a scale for each output channel; a channel of zeros has scale 1."""
-    top = weight.detach().float().flatten(1).abs().amax(dim=1)
-    scale = torch.where(top == 0, 1.0, top / LARGEST)
+def quantized_weight(weight: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """int8 weights (out, ...) and a scale for each output channel, not below `least`; 1 for one of zeros."""
+    scale = weight.detach().float().flatten(1).abs().amax(dim=1) / LARGEST
+    scale = scale if least is None else torch.maximum(scale, least)
+    scale = torch.where(scale < _SMALLEST_SCALE, 1.0, scale)
     rows = scale.view(-1, *[1] * (weight.ndim - 1))
     return quantized(weight.detach().float(), rows), scale
 
@@ -79,54 +88,77 @@ def _(x: Tensor, weight: Tensor, stride: list[int], dilation: list[int], groups:
 class HasGrids(nn.Module):
     """Grids as buffers, and as plain numbers for exported graphs, in which buffers have no values."""
 
-    _grids: dict[str, Grid]
+    _grids: Mapping[str, Grid] = {}
 
     def _add_grid(self, name: str, device: torch.device | None) -> None:
         self.register_buffer(f"{name}_scale", torch.ones((), device=device))
         self.register_buffer(f"{name}_zero", torch.zeros((), dtype=torch.int32, device=device))
-        self._grids = {**self.__dict__.get("_grids", {}), name: Grid(1.0)}
+        self._grids = {**self._grids, name: Grid(1.0)}
 
     def set_grid(self, name: str, grid: Grid) -> None:
         """Where numbers of this name lie."""
         getattr(self, f"{name}_scale").fill_(grid.scale)
         getattr(self, f"{name}_zero").fill_(grid.zero)
-        self._remember()
+        self.remember_grids()
 
-    def _remember(self) -> None:
+    def remember_grids(self) -> None:
+        """Read the plain numbers from the buffers."""
         for name in self._grids:
             scale, zero = getattr(self, f"{name}_scale"), getattr(self, f"{name}_zero")
             if not scale.is_meta:
-                self._grids[name] = Grid(float(scale), int(zero))
+                self._grids = {**self._grids, name: Grid(float(scale), int(zero))}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Scales stay in fp32, whatever the model is converted to; as whole numbers, they are only moved."""
+        kept = {
+            name: fn(x.view(torch.int32)).view(x.dtype)
+            for name, x in self._buffers.items()
+            if x is not None and x.is_floating_point()
+        }
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._buffers.update(kept)
+        return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
-        self._remember()
+        self.remember_grids()
 
 
 class _Integer(HasGrids):
     """int8 weights with a scale each, biases in units of the sums, and the grid of the input.
 
-    `weight` has one more axis than the original's, so that nobody can load it as floating-point weights:
-    libraries compare names and shapes, but not dtypes.
+    Models read their layers' weights, for their dtype or to use them twice, so `weight` is in floating point.
+    In a state dict, `weight` is the int8 numbers, with one more axis than the original's, so that nobody can
+    load them as floating-point weights: libraries compare names and shapes, but not dtypes.
     """
 
-    weight: Tensor
+    numbers: Tensor
+    dtype: torch.dtype
     scale: Tensor
     bias: Tensor
     input_scale: Tensor
     input_zero: Tensor
 
-    def _hold(self, size: tuple[int, ...], device: torch.device | None) -> None:
+    def _hold(self, size: tuple[int, ...], device: torch.device | None, dtype: torch.dtype) -> None:
         _decomposed()
+        self.dtype = dtype
         new: Any = {"device": device}
-        self.register_buffer("weight", torch.zeros((*size, 1), dtype=torch.int8, **new))
+        self.register_buffer("numbers", torch.zeros(size, dtype=torch.int8, **new))
         self.register_buffer("scale", torch.ones(size[0], **new))
         self.register_buffer("bias", torch.zeros(size[0], dtype=torch.int32, **new))
         self._add_grid("input", device)
 
     def fill(self, weight: Tensor, bias: Tensor | None, grid: Grid) -> None:
-        """Take over a layer's weights, for inputs on this grid."""
-        numbers, scale = quantized_weight(weight)
+        """Take over a layer's weights, for inputs on this grid.
+
+        Sums are at most 255 * 127 for each input, and biases take half of what is left of 32 bits. Where the
+        weights of a channel are tiny next to its bias, the scale is larger than they need, so that it fits.
+        """
+        least = None
+        if bias is not None:
+            room = ((1 << 31) - 255 * LARGEST * weight[0].numel()) // 2
+            least = (bias.detach().double().abs() / (room * grid.scale)).float()
+        numbers, scale = quantized_weight(weight, least)
         self.numbers.copy_(numbers)
         self.scale.copy_(scale)
         self.set_grid("input", grid)
@@ -134,12 +166,42 @@ class _Integer(HasGrids):
         if bias is not None:
             steps = bias.detach().double() / (self.scale.double() * grid.scale)
             offset = offset + steps.round().long()
-        self.bias.copy_(offset.clamp(-(1 << 31), (1 << 31) - 1))
+        self.bias.copy_(offset)
 
     @property
-    def numbers(self) -> Tensor:
-        """The weights in the original's shape."""
-        return self.weight.squeeze(-1)
+    def weight(self) -> Tensor:
+        """What the int8 weights stand for, in the model's dtype; computed where more than that is read."""
+        recorded = torch.compiler.is_compiling() or exporting() or torch._C._get_tracing_state()
+        return self.float_weight() if recorded else _LazyWeight(self)
+
+    def float_weight(self) -> Tensor:
+        """The same, computed at once."""
+        return self._float_weight().to(self.dtype)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        with self._named_as_in_files():
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        with self._named_as_in_files():
+            super()._load_from_state_dict(*args)
+
+    @contextmanager
+    def _named_as_in_files(self) -> Iterator[None]:
+        buffers = self._buffers
+        buffers["weight"] = cast(Tensor, buffers.pop("numbers")).unsqueeze(-1)
+        try:
+            yield
+        finally:
+            buffers["numbers"] = cast(Tensor, buffers.pop("weight")).squeeze(-1)
+
+    def _check(self, x: Tensor, fits: bool, expected: str) -> None:
+        if not (fits and x.is_floating_point()):
+            raise ValueError(f"x must be floating point {expected}, got {x.dtype} {shape(x)}")
 
     @property
     def steps(self) -> Tensor:
@@ -166,13 +228,33 @@ def by_channel(numbers: Tensor, scale: Tensor) -> Tensor:
     return found
 
 
+class _LazyWeight(Tensor):
+    """A layer's weight in floating point, computed by the first operator that takes it."""
+
+    @staticmethod
+    def __new__(cls, layer: _Integer) -> Any:
+        like: Any = {"dtype": layer.dtype, "device": layer.numbers.device}
+        found: Any = Tensor._make_wrapper_subclass(cls, layer.numbers.shape, **like)
+        found._layer = layer
+        return found
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        given = tree_map_only(cls, lambda x: x._layer.float_weight(), (args, kwargs or {}))
+        return func(*given[0], **given[1])
+
+
 class IntegerLinear(_Integer):
     """A linear layer on int8 numbers; what comes out is floating point again."""
 
-    def __init__(self, in_features: int, out_features: int, device: Any = None) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, device: Any = None, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self._hold((out_features, in_features), device)
+        self._hold((out_features, in_features), device, dtype)
 
     def quantized(self, x: Tensor) -> Tensor:
         """int8 numbers (rows, in_features) of an input."""
@@ -197,6 +279,7 @@ class IntegerLinear(_Integer):
 
     def forward(self, x: Tensor) -> Tensor:
         """As `nn.Linear`."""
+        self._check(x, x.shape[-1:] == (self.in_features,), f"(..., {self.in_features})")
         if exporting():
             return self.exported(x)
         out = self.of_numbers(self.quantized(x))
@@ -225,11 +308,13 @@ class IntegerConv2d(_Integer):
         self.size, self.groups = tuple(layer.weight.shape), layer.groups
         self.stride, self.dilation = layer.stride, layer.dilation
         self.padding: Any = layer.padding
-        self._hold(self.size, layer.weight.device)
+        self._hold(self.size, layer.weight.device, layer.weight.dtype)
         self._add_grid("output", layer.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """As `nn.Conv2d`."""
+        channels = self.size[1] * self.groups
+        self._check(x, x.ndim in (3, 4) and x.shape[-3] == channels, f"(B, {channels}, H, W)")
         vertical, horizontal = self.padding
         settings: Any = {"stride": self.stride, "dilation": self.dilation, "groups": self.groups}
         if exporting():
@@ -237,10 +322,9 @@ class IntegerConv2d(_Integer):
             x = dequantized(x, self._grids["input"])
             out = F.conv2d(x, weight, bias, padding=self.padding, **settings)
             return dequantized(out, self._grids["output"])
-        numbers = quantized(x, self.input_scale, self.input_zero)
         if vertical or horizontal:
-            around = (horizontal, horizontal, vertical, vertical)
-            numbers = F.pad(numbers, around, value=self._grids["input"].zero)
+            x = F.pad(x, (horizontal, horizontal, vertical, vertical))
+        numbers = quantized(x, self.input_scale, self.input_zero)
         sums = integer_conv2d(numbers, self.numbers, list(self.stride), list(self.dilation), self.groups)
         sums = sums + self.bias.view(-1, 1, 1)
         requantized = quantized(sums * self.steps.view(-1, 1, 1), self.output_scale, self.output_zero)

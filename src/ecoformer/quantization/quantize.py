@@ -223,7 +223,8 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
 
 def _like(module: Any) -> Integer:
     if isinstance(module, nn.Linear):
-        return IntegerLinear(module.in_features, module.out_features, module.weight.device)
+        weight = module.weight
+        return IntegerLinear(module.in_features, module.out_features, weight.device, weight.dtype)
     return IntegerConv2d(module) if isinstance(module, nn.Conv2d) else IntegerAttention(module)
 
 
