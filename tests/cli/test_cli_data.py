@@ -6,6 +6,7 @@ import pathlib
 import random
 import re
 import shutil
+import sys
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ PIL_Image = pytest.importorskip("PIL.Image")
 from things import (  # noqa: E402
     OF_BERT,
     QUICK,
+    kinds,
     same_state,
 )
 
@@ -111,7 +113,7 @@ class TestFitting:
             ("ours.safetensors", ["photos/a.png"], ["--data photos/a.png", "folder of images"]),
             ("ours.safetensors", ["photos", "--attention", "softmax"], ["softmax", "no hash functions"]),
             ("bert", ["texts.txt"], ["--data texts.txt", "bert/", "tokenizer.save_pretrained"]),
-            ("bert_with_words", ["photos"], ["--data photos"]),
+            ("bert_with_words", ["photos"], ["--data photos", "takes texts: pass a text file"]),
             ("bert_with_words", ["blank.txt"], ["--data blank.txt"]),
             (
                 "bert_with_words",
@@ -119,6 +121,7 @@ class TestFitting:
                 ["support=25", "more tokens"],
             ),
             ("vit", ["photos"], ["--data photos", "vit/"]),
+            ("vit", ["texts.txt"], ["--data texts.txt", "takes images: pass a folder of images"]),
         ],
     )
     def test_mistakes(self, refused, source, arguments, words):
@@ -165,19 +168,25 @@ class TestTeaching:
         assert done.facts["fitted"]
         assert done.facts["transfer"]
 
-    def test_bits_within_an_error_or_an_energy(self, convert):
+    def test_bits_within_an_error_or_an_energy(self, convert, refused):
         teach = ("ours.safetensors", "--data", "photos", "--teach", "--steps", "1")
-        stays = convert(*teach, "--max-error", "0", out="1.safetensors").facts
-        assert set(stays["layers"].values()) == {"stays"}
-        assert stays["energy"] == 1
+        for option in (("--max-error", "0"), ("--max-energy", "1")):
+            refused(*teach, *option, words=[f"{' '.join(option)}", "no layer was converted"])
         sharp = convert(*teach, "--max-error", "1000", out="2.safetensors").facts
         cheaper = ecoformer.plan(
             ecoformer.load("ours.safetensors"), "sharp_eco", (1, 3, 32, 32), measure=False
         )
         taken = {name for name, made in sharp["layers"].items() if made == "sharp_eco (bits=16)"}
         assert taken == {row.name for row in cheaper.rows[:-1] if row.energy_after_pj < row.energy_pj}
-        whole = convert(*teach, "--max-energy", "1", out="3.safetensors").facts
-        assert set(whole["layers"].values()) == {"stays"}
+
+    def test_a_distillation_that_fails_leaves_what_the_transfer_learned(self, cli, monkeypatch):
+        command = sys.modules["ecoformer.cli.convert"]
+        monkeypatch.setattr(command, "distill", lambda *args, **kwargs: 1 / 0)
+        teach = ("--data", "photos", "--teach", "--steps", "1")
+        done = cli("convert", "ours.safetensors", "out.safetensors", *teach)
+        assert (done.status, done.out) == (1, "")
+        assert "distillation failed (division by zero); out.safetensors holds the model" in done.err
+        assert set(kinds(ecoformer.load("out.safetensors")).values()) == {"sharp_eco", "Attention"}
 
     @pytest.mark.parametrize(
         ("arguments", "words"),

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ecoformer.accounting import allocate
+from ecoformer.arguments import one_line
 from ecoformer.checkpoints import save
 from ecoformer.cli import common
 from ecoformer.cli.samples import Samples, check_target
@@ -95,6 +96,11 @@ def convert(
         example = batches.largest()
         limits: dict[str, Any] = {"loss": max_error, "energy": max_energy, "layers": layers or None}
         made = allocate(model, batches, example, steps=steps, progress=show, **limits)
+        if all(choice.mechanism is None for choice in made.layers.values()):
+            limit = f"--max-energy {max_energy}" if max_error is None else f"--max-error {max_error}"
+            raise ValueError(
+                f"{limit}: every layer is best left as it is, so no layer was converted and nothing written"
+            )
         facts |= {"layers": {n: str(c) for n, c in made.layers.items()}, "energy": made.energy}
         lines += [str(made), *(f"note: {note}" for note in opened.notes)]
     else:
@@ -121,7 +127,13 @@ def convert(
             facts["transfer"] = passed.final
             lines.append(f"transfer: {passed}")
     if teacher is not None and batches is not None:
-        learned = distill(model, teacher, batches, steps=steps, progress=show)
+        save(model, target)  # so that what was learned so far is not lost
+        try:
+            learned = distill(model, teacher, batches, steps=steps, progress=show)
+        except Exception as error:
+            raise RuntimeError(
+                f"distillation failed ({one_line(error)}); {target} holds the model after attention transfer"
+            ) from error
         facts["distillation"] = [learned.outputs[0], learned.outputs[-1]]
         lines.append(f"distillation: {learned}")
     written = save(model, target)
