@@ -163,6 +163,11 @@ class TestTeaching:
         assert "distillation: 2 steps" in done.out
         assert done.out.splitlines()[-1] == "wrote o"
 
+    def test_a_model_in_16_bits_learns_in_32(self, convert):
+        ecoformer.save(ecoformer.load("ours.safetensors").bfloat16(), "half.safetensors")
+        done = convert("half.safetensors", "--data", "photos", "--teach", "--steps", "1")
+        assert {p.dtype for p in done.model.parameters()} == {torch.bfloat16}
+
     def test_hash_functions_are_fitted_first(self, convert):
         done = convert("bert_with_words", "--data", "texts.txt", "--teach", "--steps", "1", *QUICK)
         assert done.facts["fitted"]

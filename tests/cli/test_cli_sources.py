@@ -54,6 +54,7 @@ class TestSources:
                 for name in ("junk.pth", "junk.safetensors", "zero.safetensors", "cut.safetensors")
             ),
             ("zero.pth", ("--model", "test_vit"), ["zero.pth"]),
+            ("texts.txt", ("--model", "test_vit"), ["texts.txt", "not a file of weights"]),
         ],
     )
     def test_mistakes(self, refused, source, arguments, words):

@@ -76,6 +76,9 @@ def test_damage_in_folders(folder):
     with pytest.raises(ValueError, match=r"2\.png: .* not a readable JPEG, PNG") as caught:
         load("imagefolder", folder).test[0]
     assert "\n" not in str(caught.value)
+    put(folder / "val/cat/2.png", b"text")
+    with pytest.raises(ValueError, match=r"2\.png: .* not a readable JPEG, PNG[\w, ]*$"):
+        load("imagefolder", folder).test[0]
     put(folder / "val/dog/2.png", encoded(3))
     with pytest.raises(ValueError, match="val has a class 'dog' that train lacks"):
         load("imagefolder", folder)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ecoformer.arguments import one_line
-from ecoformer.cli.sources import Source, longest_text
+from ecoformer.cli.sources import Source, input_name, longest_text
 from ecoformer.data.files import IMAGE_ENDINGS, find_files, read_image
 from ecoformer.data.texts import byte_tokens
 
@@ -25,11 +25,17 @@ def check_target(target: Path, force: bool) -> None:
         raise FileNotFoundError(f"OUT: no such folder: {target.parent}")
 
 
+_REMEDIES = {"input_ids": "texts: pass a text file", "pixel_values": "images: pass a folder of images"}
+
+
 class Samples:
     """Batches of images in a folder or texts in a file, as the model takes them, in a new order each time."""
 
     def __init__(self, source: Source, path: Path, batch: int, seed: int) -> None:
         self.source, self.path, self.batch, self.seed = source, path, batch, seed
+        takes, given = input_name(source.model), "pixel_values" if path.is_dir() else "input_ids"
+        if given != takes and takes in _REMEDIES:
+            raise ValueError(f"--data {path}: {source.what} takes {_REMEDIES[takes]}")
         self.items: list[Any] = self._image_files() if path.is_dir() else self._texts()
 
     def __len__(self) -> int:
@@ -53,13 +59,10 @@ class Samples:
 
     def _texts(self) -> list[str]:
         if self.source.tokenizer is None and not self._reads_bytes():
-            remedy = "pass a folder of images"
-            if not hasattr(self.source.model, "pretrained_cfg"):
-                remedy = (
-                    "pass a transformers folder that includes the tokeniser (tokenizer.save_pretrained), "
-                    "or call ecoformer in Python"
-                )
-            raise ValueError(f"--data {self.path}: {self.source.what} has no tokeniser for texts: {remedy}")
+            raise ValueError(
+                f"--data {self.path}: {self.source.what} has no tokeniser for texts: pass a transformers "
+                "folder that includes the tokeniser (tokenizer.save_pretrained), or call ecoformer in Python"
+            )
         try:
             lines = self.path.read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError as error:

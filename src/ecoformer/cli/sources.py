@@ -188,8 +188,13 @@ def _is_safetensors(path: Path) -> bool:
 
 def _from_weights(path: Path, architecture: str) -> Source:
     timm_models = import_library("timm.models")
-    with blaming(f"{path.name} cannot be read as weights"):
+    try:
         state = timm_models.load_state_dict(str(path), weights_only=True)
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # other bytes end in whatever the unpickler stumbles over
+        reason = f"it is damaged, or not a file of weights ({type(error).__name__}: {one_line(error, 80)})"
+        raise CheckpointError(f"{path.name} cannot be read as weights: {reason}") from error
     names = ("head.weight", "fc.weight", "classifier.weight")
     head = next((state[name] for name in names if name in state), None)
     model = _timm(architecture, **({} if head is None else {"num_classes": head.shape[0]}))
@@ -241,9 +246,7 @@ def inputs_of(
 
     By default images have the model's own size, and texts are as long as the model takes.
     """
-    kind, config = type(model).__name__, getattr(model, "config", None)
-    ours = type(model).__module__ == "ecoformer.models.text"
-    takes = "input_ids" if ours else getattr(model, "main_input_name", "pixel_values")
+    kind, config, takes = type(model).__name__, getattr(model, "config", None), input_name(model)
     if takes == "input_ids":
         if resolution is not None:
             raise ValueError(f"--resolution is for images, but {kind} takes texts: pass --tokens")
@@ -265,6 +268,12 @@ def inputs_of(
     height, width = (size, size) if isinstance(size, int) else (size[0], size[-1])
     channels: Any = getattr(model, "in_chans", None) or getattr(config, "num_channels", 3)
     return {"resolution": height}, lambda n: torch.randn(n, channels, height, width, generator=_generator(n))
+
+
+def input_name(model: Any) -> str:
+    """What a model takes, by transformers' names: texts are "input_ids", images "pixel_values"."""
+    ours = type(model).__module__ == "ecoformer.models.text"
+    return "input_ids" if ours else getattr(model, "main_input_name", "pixel_values")
 
 
 def _generator(seed: int) -> torch.Generator:

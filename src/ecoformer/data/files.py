@@ -83,7 +83,7 @@ def read_image(path: str | os.PathLike[str], span: tuple[int, int] | None = None
         path: the file.
         span: the picture's first byte and size; default: the complete file.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     with open_file(path) as file:
         start, size = span or (0, os.fstat(file.fileno()).st_size)
@@ -101,4 +101,6 @@ def read_image(path: str | os.PathLike[str], span: tuple[int, int] | None = None
     except MemoryError:
         raise
     except Exception as error:  # damaged files fail in more ways than Pillow has classes for
-        raise ValueError(f"the picture is not a readable {', '.join(_FORMATS)}: {one_line(error)}") from error
+        # Pillow's own words name the bytes in memory, not the file.
+        why = "" if isinstance(error, UnidentifiedImageError) else f": {one_line(error)}"
+        raise ValueError(f"the picture is not a readable {', '.join(_FORMATS)}{why}") from error
