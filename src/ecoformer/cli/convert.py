@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from torch import nn
 
 from ecoformer.accounting import allocate
 from ecoformer.arguments import one_line
@@ -88,6 +90,10 @@ def convert(
         opened = open_model(source, architecture=architecture, pretrained=pretrained, needs_weights=True)
     batches = None if data is None else Samples(opened, data, batch, seed)
     model, show = opened.model, not as_json
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    narrow = dtypes.pop() if teach and dtypes in ({torch.float16}, {torch.bfloat16}) else None
+    if narrow is not None:
+        model.float()  # 16 bits are too coarse for small steps
     teacher = copy.deepcopy(model) if teach else None
     facts: dict[str, Any] = {"source": opened.what}
     lines: list[str] = []
@@ -127,7 +133,7 @@ def convert(
             facts["transfer"] = passed.final
             lines.append(f"transfer: {passed}")
     if teacher is not None and batches is not None:
-        save(model, target)  # so that what was learned so far is not lost
+        _write(model, narrow, target)  # so that what was learned so far is not lost
         try:
             learned = distill(model, teacher, batches, steps=steps, progress=show)
         except Exception as error:
@@ -136,9 +142,14 @@ def convert(
             ) from error
         facts["distillation"] = [learned.outputs[0], learned.outputs[-1]]
         lines.append(f"distillation: {learned}")
-    written = save(model, target)
+    written = _write(model, narrow, target)
     facts |= {"fitted": fitted, "written": str(written)}
     common.show(facts, "\n".join([*lines, f"wrote {written}"]), as_json)
+
+
+def _write(model: nn.Module, narrow: torch.dtype | None, target: Path) -> Path:
+    """Write the model, in 16 bits if it came so."""
+    return save(model if narrow is None else copy.deepcopy(model).to(narrow), target)
 
 
 def _config(settings: list[str]) -> dict[str, Any]:
