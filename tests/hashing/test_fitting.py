@@ -18,6 +18,7 @@ from ecoformer import (
     hashers_of,
     use_backend,
 )
+from ecoformer.hashing.fitting import run
 
 QUICK = FitOptions(steps=5, pairs=2)
 NAMES = ["layers.0.hasher", "layers.1.hasher"]
@@ -116,6 +117,31 @@ def test_batches_of_any_kind(kind, expected):
     assert fit(model, BATCHES[kind]()) == NAMES
     assert same(model, expected)
     assert model.calls == 1
+
+
+def test_names_and_numbers_beside_the_samples(expected):
+    model, seen = Tower(), []
+    batches = [[data()[:4], list("abcd"), torch.tensor(0.5)], [data()[4:], list("ef"), torch.tensor(0.5)]]
+    fit(model, batches, forward=lambda m, batch: (seen.append(batch[1:]), m(batch[0])))
+    assert same(model, expected)
+    assert seen == [[list("abcdef"), torch.tensor(0.5)]]
+
+
+def test_batches_without_samples():
+    refused = pytest.raises(TypeError, match=r"^batches: each must be a tensor, .* got ")
+    for batch in (None, (), {}, "ab", ["a", "b"]):
+        with refused:
+            fit(Tower(), [batch])
+        with refused:  # as transfer and distill do
+            run(Tower(), batch)
+    with pytest.raises(TypeError, match="got a 0-d tensor"):
+        fit(Tower(), [torch.tensor(1.0)])
+
+
+def test_batches_of_different_structure():
+    for batches in ([data(3), (data(3), None)], [{"x": data(3)}, {"x": data(3), "names": "abc"}]):
+        with pytest.raises(ValueError, match=r"^batches must have the same structure"):
+            fit(Tower(), batches)
 
 
 def test_masks_are_carried_along():

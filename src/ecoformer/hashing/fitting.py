@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only, tree_structure
 
 from ecoformer.arguments import shape
 from ecoformer.hashing.base import Hasher
@@ -236,6 +236,8 @@ def _forward_arguments(
 
 def run(model: nn.Module, batch: Any) -> Any:
     """Run a batch as loaders yield it: `model(inputs)` or `model(**mapping)`."""
+    if all(isinstance(x, (str, bytes, int, float, type(None))) for x in tree_leaves(_plain(batch))):
+        raise TypeError(_no_tensor(batch))
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(batch[0] if isinstance(batch, Sequence) else batch)
@@ -266,23 +268,37 @@ def _first_samples(batches: Iterable[Any], samples: int) -> Any:
     taken: list[Any] = []
     count = 0
     for batch in batches:
-        sizes = [len(x) for x in tree_leaves(_plain(batch)) if isinstance(x, Tensor)]
+        sizes = [len(x) for x in tree_leaves(_plain(batch)) if isinstance(x, Tensor) and x.ndim]
         if not sizes:
-            raise TypeError(
-                "batches: each must be a tensor, or a list, tuple or dict of tensors, got "
-                f"{type(batch).__name__}"
-            )
+            raise TypeError(_no_tensor(batch))
         taken.append(_plain(batch))
         count += sizes[0]
         if count >= samples:
             break
     if not count:
         raise ValueError("batches is empty: there is nothing to learn from")
-    return tree_map(lambda *parts: _join(parts, samples), *_pad_texts(taken))
+    kinds = [tree_structure(part, is_leaf=_is_strings) for part in taken]
+    if any(kind != kinds[0] for kind in kinds):
+        raise ValueError(
+            "batches must have the same structure to run together, such as the same keys: pass one batch"
+        )
+    return tree_map(lambda *parts: _join(parts, samples), *_pad_texts(taken), is_leaf=_is_strings)
+
+
+def _no_tensor(batch: Any) -> str:
+    got = "a 0-d tensor" if isinstance(batch, Tensor) else type(batch).__name__
+    return f"batches: each must be a tensor, or a list, tuple or dict of tensors, got {got}"
+
+
+def _is_strings(x: Any) -> bool:
+    """Such as the names of a batch's files; the last batch has fewer."""
+    return isinstance(x, (list, tuple)) and bool(x) and all(isinstance(each, str) for each in x)
 
 
 def _join(parts: Sequence[Any], samples: int) -> Any:
-    if not isinstance(parts[0], Tensor):
+    if _is_strings(parts[0]):
+        return [x for part in parts for x in part][:samples]
+    if not all(isinstance(x, Tensor) and x.ndim for x in parts):
         return parts[0]
     shapes = {x.shape[1:]: shape(x) for x in parts}
     if len(shapes) > 1:
