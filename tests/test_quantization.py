@@ -209,6 +209,152 @@ def test_layers_with_a_large_error_stay():
     assert "its error would be" in str(report)
 
 
+@pytest.mark.parametrize("scale", [1e-3, 2000.0])
+def test_errors_are_measured_in_fp32(scale):
+    """Squares of large outputs are infinite in fp16, and those of small ones are zero."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16, bias=False)).half()
+    with torch.no_grad():
+        model[0].weight.mul_(scale)
+    report = ecoformer.quantize(copy.deepcopy(model), [torch.randn(32, 16).half()], progress=False)
+    assert 1e-6 < report.layers[0].error < 1e-3
+    with pytest.raises(ValueError, match="no layer that int8 can take: 0: its error would be"):
+        ecoformer.quantize(model, [torch.randn(32, 16).half()], max_error=1e-6, progress=False)
+
+
+@pytest.mark.parametrize("max_error", [0, -1, float("nan"), "0.1", None])
+def test_max_error_is_a_number_above_0(max_error):
+    with pytest.raises(ValueError, match="max_error must be a number above 0"):
+        ecoformer.quantize(nn.Sequential(nn.Linear(4, 4)), [torch.ones(2, 4)], max_error=max_error)
+
+
+class Routed(nn.Module):
+    """Layers that are called by name, with zeros, without rows, and in the first pass only."""
+
+    def __init__(self):
+        super().__init__()
+        self.named, self.zeros, self.empty, self.once = (nn.Linear(4, 4) for _ in range(4))
+        self.wide, self.calls = nn.Linear((1 << 16) + 1, 1, device="cpu"), 0
+        self.attention = ecoformer.create_attention("sharp_eco", 4, 1, qkv_bias=False)
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 1:
+            self.once(x)
+        self.empty(x[:0])
+        self.wide(x.new_ones(1, (1 << 16) + 1))
+        self.attention(key_padding_mask=x.new_ones(1, len(x), dtype=torch.bool), x=x.unsqueeze(0))
+        return self.zeros(0 * x) + self.named(input=x)
+
+
+def test_layers_that_int8_cannot_take_stay_with_a_reason():
+    torch.manual_seed(0)
+    model, x = Routed(), torch.randn(8, 4)
+    expected = model.zeros.bias + model.named(x)
+    report = ecoformer.quantize(model, [x], progress=False)
+    why = {layer.name: layer.why for layer in report.layers}
+    assert why == {
+        "named": None,
+        "zeros": "its inputs were all zero",
+        "empty": "no batch reached it",
+        "once": "only the first of two passes reached it",
+        "wide": "it adds up more than 65,536 products, which may not fit in 32 bits",
+        "attention": "its outputs are tiny next to its values",
+    }
+    assert error(model.eval()(x), expected) < 1e-3
+
+
+def test_encoder_layers_of_pytorch_are_quantised_once_their_attention_is_converted():
+    torch.manual_seed(0)
+    x = torch.randn(4, 10, 32)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    plain = nn.Sequential(nn.TransformerEncoder(layer, 1), nn.Linear(32, 4)).eval()
+    converted = copy.deepcopy(plain)
+    report = ecoformer.quantize(plain, [x], progress=False)
+    assert {each.name: each.why is None for each in report.layers} == {"0.layers.0": False, "1": True}
+    assert "stays: 0.layers.0 (TransformerEncoderLayer): PyTorch reads its weights" in str(report)
+    ecoformer.convert(converted, "sharp_eco", seed=0)
+    expected = converted(x)
+    report = ecoformer.quantize(converted, [x], progress=False)
+    assert [each.name for each in report.layers if each.why is None] == [
+        "0.layers.0.self_attn.attention",
+        "0.layers.0.linear1",
+        "0.layers.0.linear2",
+        "1",
+    ]
+    with torch.no_grad():
+        assert error(converted(x), expected) < 0.02
+
+
+def test_the_first_batches_are_read_and_no_more():
+    read = []
+
+    def loader():
+        for i in range(100):
+            read.append(i)
+            yield {"input": torch.randn(4, 6)}
+
+    model = nn.Sequential(nn.Linear(6, 5))
+    with ecoformer.fake_quantized(model, loader(), samples=10, forward=lambda m, b: m(b["input"])):
+        assert len(read) == 3
+    ecoformer.quantize(model, loader(), samples=16, forward=lambda m, b: m(b["input"]), progress=False)
+    assert len(read) == 7
+
+
+def test_a_model_that_cannot_run_with_integer_layers_stays_as_it_was():
+    class ReadsBias(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return nn.functional.linear(self.linear(x), self.linear.weight, self.linear.bias)
+
+    model, x = ReadsBias(), torch.randn(8, 4)
+    expected = model(x)
+    with pytest.raises(ValueError, match="does not run with integer layers and stays as it was"):
+        ecoformer.quantize(model, [x], progress=False)
+    assert type(model.linear) is nn.Linear
+    assert torch.equal(model(x), expected)
+    with pytest.raises(ValueError, match="meta device"):
+        ecoformer.quantize(model.to("meta"), [x], progress=False)
+
+
+def test_training_an_integer_model_is_refused():
+    model, x = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), torch.randn(8, 4)
+    ecoformer.quantize(model, [x], progress=False)
+    with pytest.raises(RuntimeError, match="gradients do not pass integer layers"):
+        model.train()(x)
+    with torch.no_grad():
+        expected = model(x)
+    assert torch.equal(model.eval()(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_integer_attention_takes_no_samples_and_is_traced():
+    torch.manual_seed(0)
+    layer = ecoformer.create_attention("sharp_eco", 16, 2, local=3)
+    model = nn.Sequential(nn.Linear(8, 16), layer).eval().requires_grad_(False)
+    x = torch.randn(3, 9, 8)
+    ecoformer.quantize(model, [x], progress=False)
+    assert model(x[:0]).shape == (0, 9, 16)
+    traced = torch.jit.trace(model, x)
+    assert torch.equal(traced(x + 1), model(x + 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_fake_quantisation_keeps_the_dtype(dtype):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(2), nn.Linear(36, 4)).to(dtype), images(1, 8)[0]
+    expected = model(x.to(dtype))
+    with ecoformer.fake_quantized(model, [x.to(dtype)]):
+        found = model(x.to(dtype))
+        found.sum().backward()
+    assert found.dtype == dtype
+    assert 0 < error(found.float(), expected.float()) < 1e-3
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters())
+
+
 def test_saved_and_loaded(tmp_path):
     model = small_model()
     ecoformer.quantize(model, images(), progress=False)
@@ -285,9 +431,9 @@ def test_a_weight_can_be_used_twice(dtype):
 def test_integer_layers_refuse_what_the_originals_refuse():
     linear, convolution = IntegerLinear(4, 3), IntegerConv2d(nn.Conv2d(4, 2, 3))
     for layer, size in ((linear, (2, 4)), (convolution, (1, 4, 5, 5))):
-        with pytest.raises(ValueError, match=r"x must be floating point .*got torch.int64"):
+        with pytest.raises(ValueError, match=r"must be floating point .*got torch.int64"):
             layer(torch.ones(size, dtype=torch.long))
-        with pytest.raises(ValueError, match=r"x must be floating point .*8"):
+        with pytest.raises(ValueError, match=r"must be floating point .*8"):
             layer(torch.ones([8 if n == 4 else n for n in size]))
 
 

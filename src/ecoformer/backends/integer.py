@@ -97,9 +97,9 @@ def _check(name: str, x: Tensor, dtype: torch.dtype, sizes: tuple[int, ...], ndi
 
 
 def _traced(*tensors: Tensor | None) -> bool:
-    """Whether to call the registered operator: while compiling or counting. Direct calls are cheaper."""
-    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    return watched or any(type(x) not in PLAIN for x in tensors)
+    """Whether to call the registered operator: while recording or counting. Direct calls are cheaper."""
+    recorded = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    return recorded or torch._C._len_torch_dispatch_stack() > 0 or any(type(x) not in PLAIN for x in tensors)
 
 
 def _attention(*given: Any) -> Tensor:
@@ -175,7 +175,7 @@ def _packed(sums: Tensor, least: Tensor, bits: int) -> Tensor:
         out = _by_kernel("pack_signs", sums, least, _empty_codes(sums, bits), bits)
         if out is not None:
             return out
-    return pack((sums >= least).view(len(sums), -1, bits))
+    return pack((sums >= least).view(len(sums), sums.shape[1] // bits, bits))
 
 
 def _empty_codes(sums: Tensor, bits: int) -> Tensor:

@@ -66,11 +66,11 @@ def quantize(
     lines = [f"note: {note}" for note in opened.notes]
     if teach:
         teacher = copy.deepcopy(model)
-        with fake_quantized(model, batches):
+        with fake_quantized(model, batches, samples=samples):
             learned = distill(model, teacher, loader, steps=steps, lr=3e-5, progress=show)
         facts["distillation"] = [learned.outputs[0], learned.outputs[-1]]
         lines.append(f"distillation: {learned}")
-    report = quantize_model(model, batches, max_error=max_error, progress=show)
+    report = quantize_model(model, batches, samples=samples, max_error=max_error, progress=show)
     written = save(model, target)
     facts |= report.to_dict() | {"written": str(written)}
     common.show(facts, "\n".join([*lines, str(report), f"wrote {written}"]), as_json)

@@ -157,20 +157,22 @@ class IntegerAttention(HasGrids, HashedAttention):
         if is_causal:
             raise ValueError("is_causal=True is not supported by integer attention: keep this layer in fp32")
         self._check(x, key_padding_mask, is_causal)
+        self._check_training(x)
         if exporting():
             return self._exported(x, key_padding_mask, grid, prefix)
         batch, tokens = x.shape[:2]
         sums = integer_product(self.projection.quantized(x), self.projection.numbers)
         coded, exponents, values = torch.split(sums, self.parts, dim=-1)
         bias = torch.split(self.projection.bias, self.parts)
-        codes = pack_signs(coded, -bias[0], self.bits).view(batch, tokens, -1, self.num_heads)
+        codes = pack_signs(coded, -bias[0], self.bits)
+        codes = codes.view(batch, tokens, 2 if self.separate else 1, self.num_heads)
         codes_q, codes_k = codes[:, :, 0].transpose(1, 2), codes[:, :, -1].transpose(1, 2)
         exponent = None
         if self.weighted:
             above = ((exponents + bias[1]).unsqueeze(-1) >= self.thresholds).sum(dim=-1) - LARGEST_EXPONENT
-            exponent = above.to(torch.int8).view(batch, tokens, -1).transpose(1, 2)
-        values = self._values(values + bias[2]).view(batch, tokens, -1)
-        v = values.view(batch, tokens, self.num_heads, -1).transpose(1, 2)
+            exponent = above.to(torch.int8).view(batch, tokens, self.num_heads).transpose(1, 2)
+        values = self._values(values + bias[2]).view(batch, tokens, self.dim)
+        v = values.view(batch, tokens, self.num_heads, self.head_dim).transpose(1, 2)
         tables = (self.levels, self.multiplier)
         out = integer_attention(codes_q, codes_k, v, *tables, exponent, key_padding_mask)
         numbers = out.transpose(1, 2).reshape(-1, self.dim)
@@ -222,8 +224,8 @@ class IntegerAttention(HasGrids, HashedAttention):
         if self.local is not None:
             out = out + self.local(values.view(x.shape), key_padding_mask, False, grid, prefix)
         if isinstance(self.proj, IntegerLinear):
-            return self.proj.exported(out)
-        return dequantized(out, self._grids["output"])
+            return self.proj.exported(out).to(x.dtype)
+        return dequantized(out, self._grids["output"]).to(x.dtype)
 
     def operations(self, batch: int, tokens: int) -> Operations | None:
         """As `sharp_eco`, with the projections, which are not modules of their own here."""

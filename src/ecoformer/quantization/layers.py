@@ -7,6 +7,7 @@ DequantizeLinear around standard operators (QDQ), which runtimes fuse to their i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
@@ -55,7 +56,7 @@ def dequantized(x: Tensor, grid: Grid, scale: float | None = None) -> Tensor:
     `scale` is that of the result, if it is to be another than the grid's.
     """
     decomposed, rest = _decomposed(), (grid.zero - LOWEST, 0, HIGHEST - LOWEST, torch.uint8)
-    numbers = decomposed.quantize_per_tensor(x, grid.scale, *rest)
+    numbers = decomposed.quantize_per_tensor(x.float(), grid.scale, *rest)
     found: Tensor = decomposed.dequantize_per_tensor(numbers, scale or grid.scale, *rest)
     return found
 
@@ -100,6 +101,13 @@ class HasGrids(nn.Module):
         getattr(self, f"{name}_scale").fill_(grid.scale)
         getattr(self, f"{name}_zero").fill_(grid.zero)
         self.remember_grids()
+
+    def _check_training(self, x: Tensor) -> None:
+        if self.training and x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                "gradients do not pass integer layers: train the original in ecoformer.fake_quantized, then "
+                "quantise it; without training, call eval()"
+            )
 
     def remember_grids(self) -> None:
         """Read the plain numbers from the buffers."""
@@ -156,7 +164,7 @@ class _Integer(HasGrids):
         """
         least = None
         if bias is not None:
-            room = ((1 << 31) - 255 * LARGEST * weight[0].numel()) // 2
+            room = ((1 << 31) - 255 * LARGEST * math.prod(weight.shape[1:])) // 2
             least = (bias.detach().double().abs() / (room * grid.scale)).float()
         numbers, scale = quantized_weight(weight, least)
         self.numbers.copy_(numbers)
@@ -201,7 +209,8 @@ class _Integer(HasGrids):
 
     def _check(self, x: Tensor, fits: bool, expected: str) -> None:
         if not (fits and x.is_floating_point()):
-            raise ValueError(f"x must be floating point {expected}, got {x.dtype} {shape(x)}")
+            raise ValueError(f"input must be floating point {expected}, got {x.dtype} {shape(x)}")
+        self._check_training(x)
 
     @property
     def steps(self) -> Tensor:
@@ -271,14 +280,15 @@ class IntegerLinear(_Integer):
     def exported(self, x: Tensor) -> Tensor:
         """The same for an exported graph."""
         rows = dequantized(x.flatten(0, -2), self._grids["input"])  # one product with a bias, if a matrix
-        return self.part(rows, slice(None)).view(*x.shape[:-1], self.out_features)
+        return self.part(rows, slice(None)).view(*x.shape[:-1], self.out_features).to(x.dtype)
 
     def part(self, rows: Tensor, channels: slice, factor: Tensor | float = 1.0) -> Tensor:
         """Some channels of the output, times a factor, of dequantised rows in an exported graph."""
         return F.linear(rows, self._float_weight(channels, factor), self._float_bias(channels, factor))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """As `nn.Linear`."""
+        x = input
         self._check(x, x.shape[-1:] == (self.in_features,), f"(..., {self.in_features})")
         if exporting():
             return self.exported(x)
@@ -311,17 +321,18 @@ class IntegerConv2d(_Integer):
         self._hold(self.size, layer.weight.device, layer.weight.dtype)
         self._add_grid("output", layer.weight.device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """As `nn.Conv2d`."""
+        x = input
         channels = self.size[1] * self.groups
         self._check(x, x.ndim in (3, 4) and x.shape[-3] == channels, f"(B, {channels}, H, W)")
         vertical, horizontal = self.padding
         settings: Any = {"stride": self.stride, "dilation": self.dilation, "groups": self.groups}
         if exporting():
             weight, bias = self._float_weight(), self._float_bias()
-            x = dequantized(x, self._grids["input"])
-            out = F.conv2d(x, weight, bias, padding=self.padding, **settings)
-            return dequantized(out, self._grids["output"])
+            rounded = dequantized(x, self._grids["input"])
+            out = F.conv2d(rounded, weight, bias, padding=self.padding, **settings)
+            return dequantized(out, self._grids["output"]).to(x.dtype)
         if vertical or horizontal:
             x = F.pad(x, (horizontal, horizontal, vertical, vertical))
         numbers = quantized(x, self.input_scale, self.input_zero)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
+from ecoformer.arguments import one_line
 from ecoformer.attention.eco import SharpEcoAttention
 from ecoformer.backends.integer import LARGEST
 from ecoformer.conversion.convert import put, unwrapped
@@ -23,6 +27,7 @@ from ecoformer.quantization.attention import IntegerAttention
 from ecoformer.quantization.layers import (
     HIGHEST,
     LOWEST,
+    MOST_INPUTS,
     Grid,
     IntegerConv2d,
     IntegerLinear,
@@ -34,6 +39,8 @@ _KEPT = 1 << 12
 """Numbers of a tensor that are kept of each batch, to choose a grid by."""
 _CLIPS = [1.0 - 0.04 * i for i in range(16)]
 """Parts of the range that a grid may cover."""
+_MOST_TIMES = 1 << 14
+"""Values may be this many times as large as outputs, see `integer_multiplier`."""
 Integer = IntegerLinear | IntegerConv2d | IntegerAttention
 
 
@@ -138,38 +145,43 @@ def quantize(
     model: nn.Module,
     batches: Iterable[Any],
     *,
+    samples: int = 128,
     max_error: float = 0.1,
     forward: Forward | None = None,
     progress: bool = True,
 ) -> Quantization:
     """Convert a trained model to int8, in place: linear layers, convolutions and `sharp_eco` attention.
 
-    Each batch runs twice: to calibrate the range of each layer, and to measure its error. No training is
-    needed. Everything else (norms, activations, residual sums, softmax) stays in floating point. If anything
-    is wrong, the model stays as it was.
+    Each batch runs twice: to calibrate the range of each layer, and to measure its error. The first one also
+    runs through the finished model. No training is needed. Everything else (norms, activations, residual
+    sums, softmax) stays in floating point. If anything is wrong, the model stays as it was.
 
     Args:
         model: a trained model; it runs in eval mode and keeps its own.
-        batches: a few batches of real data, as `fit_hashers` takes them; one hundred samples are enough.
+        batches: batches of real data, as `fit_hashers` takes them, or a data loader.
+        samples: the first batches that hold this many samples are used.
         max_error: layers whose output has a larger error (mean square, relative) stay in floating point.
         forward: how to run a batch, if not by `model(batch)`.
         progress: whether to show the progress on stderr.
 
     Raises:
-        ValueError: if there are no batches, if the model is quantised already, or if a batch leads to NaN.
+        ValueError: if there are no batches, if the model is quantised already, if a batch leads to NaN, or if
+            the quantised model cannot run.
     """
+    if not (isinstance(max_error, (int, float)) and max_error > 0):
+        raise ValueError(f"max_error must be a number above 0, got {max_error!r}")
     model = unwrapped(model)
-    check_batches(batches)
-    batches = batches if isinstance(batches, list) else list(batches)
-    found = _candidates(model)
+    batches = _first_batches(model, batches, samples)
+    found, forward = _candidates(model), forward or run
     before = _megabytes(model)
     with eval_mode(model), without_fast_path(), progress_bar(2 * len(batches), progress) as tick:
-        seen, causal = _observe(model, found, batches, forward or run, lambda: tick("ranges"))
+        seen, causal = _observe(model, found, batches, forward, lambda: tick("ranges"))
         made, layers = _build(found, seen, causal)
-        errors = _measure(model, found, made, batches, forward or run, lambda: tick("errors"))
+        errors = _measure(model, found, made, batches, forward, lambda: tick("errors"))
     for name, new in list(made.items()):
         scale, (error, cut) = _input_grid(new).scale, errors[name]
-        why = f"its error would be {error:.2f}" if error > max_error else None
+        why = None if error <= max_error else f"its error would be {error:.2f}"
+        why = "only the first of two passes reached it" if math.isnan(cut) else why
         layers[name] = QuantizedLayer(name, kind_of(found[name]), scale, cut, error, why)
         if why is not None:
             del made[name]
@@ -177,8 +189,42 @@ def quantize(
         raise ValueError(f"{type(model).__name__} has no layer that int8 can take: {_first_reason(layers)}")
     for name, new in made.items():
         put(model, found[name], new.train(found[name].training))
-    ordered = tuple(layers[name] for name in found if name in layers)
-    return Quantization(type(model).__name__, ordered, (before, _megabytes(model)))
+    try:
+        with eval_mode(model):
+            _run_all(model, batches[:1], forward, lambda: None)
+    except Exception as error:
+        for name, new in made.items():
+            put(model, new, found[name])
+        raise ValueError(
+            f"{type(model).__name__} does not run with integer layers and stays as it was: {one_line(error)}"
+        ) from error
+    for name, module in _closed(model).items():
+        why = "PyTorch reads its weights past its layers"
+        layers[name] = QuantizedLayer(name, kind_of(module), None, None, None, why)
+    return Quantization(type(model).__name__, tuple(layers.values()), (before, _megabytes(model)))
+
+
+def _first_batches(model: nn.Module, batches: Iterable[Any], samples: int) -> list[Any]:
+    """The first batches that hold `samples` samples; those without tensors count as one."""
+    check_batches(batches)
+    if samples < 1:
+        raise ValueError(f"samples must be at least 1, got {samples}")
+    if any(x.is_meta for x in (*model.parameters(), *model.buffers())):
+        raise ValueError(
+            f"{type(model).__name__} is on the meta device, which holds no numbers: load its weights"
+        )
+    taken: list[Any] = []
+    for batch in batches:
+        taken.append(batch)
+        tensors = [
+            x
+            for x in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+            if isinstance(x, Tensor) and x.ndim
+        ]
+        samples -= len(tensors[0]) if tensors else 1
+        if samples <= 0:
+            break
+    return taken
 
 
 def requantize(model: nn.Module, names: list[str]) -> None:
@@ -202,15 +248,13 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
     if integer_layers(model):
         raise ValueError(f"model: {type(model).__name__} is quantised already: quantise the original")
     found: dict[str, nn.Module] = {}
-    closed: tuple[str, ...] = ()
+    closed = tuple(f"{name}." for name in _closed(model))
     for name, module in model.named_modules():
-        if name.startswith(closed) and closed:
+        if name.startswith(closed):
             continue
         if type(module) is SharpEcoAttention and module.hasher.bits <= MAX_BITS:
             found[name] = module
             closed = (*closed, f"{name}.")
-        elif isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
-            closed = (*closed, f"{name}.")  # PyTorch reads their weights past the layers
         elif type(module) in (nn.Linear, nn.Conv2d):
             found[name] = module
     found.pop("", None)
@@ -218,6 +262,19 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
         raise ValueError(
             f"model: {type(model).__name__} has no linear layer, convolution or sharp_eco layer to quantise"
         )
+    return found
+
+
+def _closed(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules of PyTorch that read the weights of their layers, which must stay as they are."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        fused = isinstance(module, nn.TransformerEncoderLayer)
+        attention = module.self_attn if fused else module
+        if isinstance(attention, nn.MultiheadAttention) and not name.startswith(
+            tuple(f"{n}." for n in found)
+        ):
+            found[name] = module
     return found
 
 
@@ -249,6 +306,8 @@ def _observe(
 
     def watch(name: str, what: str, side: str, module: Any, args: Any, kwargs: Any, out: Any = None) -> None:
         x = _input(args, kwargs) if side == "input" else out
+        if x.numel() == 0:
+            return
         owner: Any = found[name]
         heads = owner.num_heads if what == "values" else None
         try:
@@ -281,9 +340,7 @@ def _build(
     for name, module in found.items():
         why = None if name in seen else "no batch reached it"
         why = "it attends in causal order" if name in causal else why
-        if why is None and isinstance(module, nn.Conv2d):
-            plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
-            why = None if plain else f"padding {module.padding_mode!r}, {module.padding!r}"
+        why = why or _problem(module, seen[name])
         if why is not None:
             layers[name] = QuantizedLayer(name, kind_of(module), None, None, None, why)
             continue
@@ -300,6 +357,20 @@ def _build(
     return made, layers
 
 
+def _problem(module: Any, ranges: Mapping[str, Observer]) -> str | None:
+    """Why int8 cannot take a layer with these ranges."""
+    if ranges["input"].low == ranges["input"].high == 0:
+        return "its inputs were all zero"
+    if isinstance(module, SharpEcoAttention):
+        cancel = float(ranges["values"].peaks.amax()) > _MOST_TIMES * ranges["output"].largest()  # type: ignore[union-attr]
+        return "its outputs are tiny next to its values" if cancel else None
+    if math.prod(module.weight.shape[1:]) > MOST_INPUTS:
+        return f"it adds up more than {MOST_INPUTS:,} products, which may not fit in 32 bits"
+    if isinstance(module, nn.Conv2d) and (module.padding_mode != "zeros" or isinstance(module.padding, str)):
+        return f"padding {module.padding_mode!r}, {module.padding!r}"
+    return None
+
+
 def _measure(
     model: nn.Module,
     found: Mapping[str, nn.Module],
@@ -314,9 +385,11 @@ def _measure(
 
     def compare(name: str, module: nn.Module, args: Any, kwargs: Any, out: Tensor) -> None:
         x, grid = _input(args, kwargs), _input_grid(made[name])
+        if x.numel() == 0:
+            return
         low, high = ((end - grid.zero) * grid.scale for end in (LOWEST - 0.5, HIGHEST + 0.5))
         cut[name].append(float(((x < low) | (x > high)).float().mean()))
-        errors[name].append(float(relative_mse(made[name](*args, **kwargs), out)))
+        errors[name].append(float(relative_mse(made[name](*args, **kwargs).float(), out.float())))
 
     with ExitStack() as stack:
         for name in made:
@@ -327,19 +400,19 @@ def _measure(
 
 
 def _input(args: Any, kwargs: Any) -> Any:
-    """The first argument of a layer, by position or by name."""
-    return args[0] if args else next(iter(kwargs.values()))
+    """The first argument of a layer, by position or by name: `input` in PyTorch, `x` in ours."""
+    return args[0] if args else kwargs["input" if "input" in kwargs else "x"]
 
 
 def _run_all(model: nn.Module, batches: list[Any], forward: Forward, tick: Callable[[], None]) -> None:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = next((x.device for x in chain(model.parameters(), model.buffers())), torch.device("cpu"))
     for batch in batches:
         forward(model, move(batch, device))
         tick()
 
 
 def _mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)
+    return sum(numbers) / len(numbers) if numbers else math.nan
 
 
 def _input_grid(layer: Integer) -> Grid:
@@ -362,9 +435,10 @@ class _OnGrid(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | float, zero: int) -> Tensor:
-        numbers = torch.round(x / scale) + zero
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        numbers = torch.round(wide / scale) + zero
         ctx.save_for_backward((numbers >= LOWEST) & (numbers <= HIGHEST))
-        return (numbers.clamp(LOWEST, HIGHEST) - zero) * scale
+        return ((numbers.clamp(LOWEST, HIGHEST) - zero) * scale).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -374,7 +448,7 @@ class _OnGrid(torch.autograd.Function):
 
 @contextmanager
 def fake_quantized(
-    model: nn.Module, batches: Iterable[Any], *, forward: Forward | None = None
+    model: nn.Module, batches: Iterable[Any], *, samples: int = 128, forward: Forward | None = None
 ) -> Iterator[nn.Module]:
     """Simulate int8 inside the block: inputs and weights of layers are rounded to int8 grids and still learn.
 
@@ -385,25 +459,24 @@ def fake_quantized(
     ...     ecoformer.distill(model, original, batches, steps=200, lr=3e-5)
     >>> ecoformer.quantize(model, batches)
 
-    `batches` calibrate the ranges of inputs, which stay fixed in the block.
+    The first `samples` samples of `batches` calibrate the ranges of inputs, which stay fixed in the block.
     """
     model = unwrapped(model)
-    check_batches(batches)
+    batches = _first_batches(model, batches, samples)
     linears = {
         inner: module
         for name, layer in _candidates(model).items()
         for inner, module in layer.named_modules(prefix=name)
         if type(module) in (nn.Linear, nn.Conv2d)
     }
-    batches = batches if isinstance(batches, list) else list(batches)
     with torch.no_grad(), eval_mode(model), without_fast_path():
         seen, _ = _observe(model, linears, batches, forward or run, lambda: None)
 
-    def linear(module: nn.Linear, grid: Grid, x: Tensor) -> Tensor:
-        return F.linear(on_grid(x, *grid), _fake_weight(module.weight), module.bias)
+    def linear(module: nn.Linear, grid: Grid, input: Tensor) -> Tensor:
+        return F.linear(on_grid(input, *grid), _fake_weight(module.weight), module.bias)
 
-    def convolution(module: Any, grid: Grid, x: Tensor) -> Any:
-        return module._conv_forward(on_grid(x, *grid), _fake_weight(module.weight), module.bias)
+    def convolution(module: Any, grid: Grid, input: Tensor) -> Any:
+        return module._conv_forward(on_grid(input, *grid), _fake_weight(module.weight), module.bias)
 
     changed = []
     try:
