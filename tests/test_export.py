@@ -195,6 +195,34 @@ def test_plain_torch_onnx_export_has_standard_operators_only(tmp_path):
     assert_same(run(tmp_path / "model.onnx", x=x)[0], model(x).detach())
 
 
+def test_inputs_are_named_as_in_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = transformers.ViTConfig(image_size=32, patch_size=16, **sizes)
+    model = transformers.ViTForImageClassification(config).eval()
+    x = torch.randn(2, 3, 32, 32)
+    for quantised in (False, True):
+        if quantised:
+            ecoformer.quantize(model, [x], progress=False)
+        made = export_onnx(model, tmp_path / "vit.onnx", x, samples=[x])
+        assert made.inputs == {"pixel_values": ("batch", 3, 32, 32)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_quantised_models_of_other_precision(dtype, tmp_path):
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 16, 4, stride=4), nn.Flatten(2), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 5))
+    model = nn.Sequential(*layers).eval().to(dtype)
+    x = torch.randn(2, 3, 16, 16, dtype=dtype)
+    ecoformer.quantize(model, [x], progress=False)
+    made = export_onnx(model, tmp_path / "int8.onnx", x)
+    assert made.relative_error < 0.02
+    holder = nn.Sequential(create_attention("sharp_eco", 32, 2, local=3)).eval().to(dtype)
+    x = torch.randn(2, 9, 32, dtype=dtype)
+    ecoformer.quantize(holder, [x], progress=False)
+    assert export_onnx(holder, tmp_path / "attention.onnx", x).relative_error < 0.02
+
+
 @pytest.mark.parametrize("resamples", [False, True])
 def test_a_model_for_one_size_says_so(resamples, tmp_path):
     """Also where PyTorch takes other sizes, by a branch that the recorded graph does not have."""

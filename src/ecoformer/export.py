@@ -103,7 +103,7 @@ def export_onnx(
     for module in model.modules():
         if isinstance(module, HasGrids):
             module.remember_grids()
-    inputs = _with_two(_named(example))
+    inputs = _with_two(_named(example, model))
     with eval_mode(model), torch.no_grad(), _quiet():
         reference = _run(model, inputs, example)
         others, fixed = _other_sizes(model, inputs)
@@ -116,7 +116,12 @@ def export_onnx(
                 program, fixed = _program(model, inputs, reference, fixed, opset)
                 program.save(str(temporary), external_data=False)
             operators = _operators(program.model)
-            batches = (inputs, {k: x[:1] for k, x in inputs.items()}, *others, *map(_named, samples))
+            batches = (
+                inputs,
+                {k: x[:1] for k, x in inputs.items()},
+                *others,
+                *(_named(x, model) for x in samples),
+            )
             kept = [batch for batch in batches if _fits(batch, inputs, fixed)]
             compared = _compare(model, temporary, kept)
             size = temporary.stat().st_size
@@ -142,10 +147,11 @@ def _check_size(model: nn.Module) -> None:
         )
 
 
-def _named(example: Tensor | Inputs) -> dict[str, Tensor]:
-    """Inputs by name: as given, or by what they look like."""
+def _named(example: Tensor | Inputs, model: nn.Module) -> dict[str, Tensor]:
+    """Inputs by name: as given, or what a model of transformers calls its input, or what it looks like."""
     if isinstance(example, Tensor):
-        return {"input_ids" if not example.is_floating_point() else "images": example}
+        name = "images" if example.is_floating_point() else "input_ids"
+        return {getattr(model, "main_input_name", name): example}
     if not example or not all(isinstance(x, Tensor) and x.ndim for x in example.values()):
         raise ValueError(f"example must be a tensor or named tensors with a batch, got {list(example)}")
     return dict(example)
