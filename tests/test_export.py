@@ -269,6 +269,8 @@ def test_one_line_for_what_cannot_be_exported(tmp_path, monkeypatch):
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="cannot take an input"):
         export_onnx(nn.Linear(4, 3), tmp_path / "model.onnx", torch.randn(2, 5))
+    with pytest.raises(ValueError, match=r"computes in bfloat16.* export model.float\(\)"):
+        export_onnx(nn.Linear(4, 3).bfloat16(), tmp_path / "model.onnx", torch.randn(2, 4).bfloat16())
     with pytest.raises(ValueError, match="example"):
         export_onnx(nn.Linear(4, 3), tmp_path / "model.onnx", {})
     monkeypatch.setitem(sys.modules, "onnxscript", None)

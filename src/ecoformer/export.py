@@ -104,6 +104,11 @@ def export_onnx(
         if isinstance(module, HasGrids):
             module.remember_grids()
     inputs = _with_two(_named(example, model))
+    if any(x.dtype == torch.bfloat16 for x in (*inputs.values(), *model.parameters(), *model.buffers())):
+        raise ValueError(
+            f"{type(model).__name__} computes in bfloat16, which ONNX Runtime cannot on CPUs: export "
+            "model.float() with inputs in float32"
+        )
     with eval_mode(model), torch.no_grad(), _quiet():
         reference = _run(model, inputs, example)
         others, fixed = _other_sizes(model, inputs)
