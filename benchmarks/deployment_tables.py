@@ -110,4 +110,5 @@ MAKERS: dict[str, Callable[[], Table]] = {
     "cpu_integer": cpu_integer,
     "int8_mosaic": partial(accuracies, "int8_mosaic"),
     "int8_cifar100": partial(accuracies, "int8_cifar100"),
+    "int8_imdb": partial(accuracies, "int8_imdb"),
 }

@@ -81,12 +81,23 @@ def encoder(name: str) -> Table:
     """A sentence encoder after conversion, transfer and distillation; means over seeds."""
     names = ("spearman", "same nearest", "same ten nearest", "cosine to the original")
     rows = [
-        [variant, stage, *(f"{mean(run[name] for run in runs):.3f}" for name in names)]
+        [variant, stage, *(f"{mean(run[name] for run in runs):.3f}" for name in names), str(len(runs))]
         for variant, figures in figures_of(name)["variants"].items()
         for stage, runs in figures["stages"].items()
     ]
-    header = ["mechanism", "stage", "Spearman", "same nearest", "same ten nearest", "cosine"]
-    return [header, ["native", "as it is", *["1.000"] * 4], *rows]
+    header = ["mechanism", "stage", "Spearman", "same nearest", "same ten nearest", "cosine", "seeds"]
+    return [header, ["native", "as it is", *["1.000"] * 4, ""], *rows]
+
+
+def soft_start() -> Table:
+    """What soft codes cost in training."""
+    found = figures_of("soft_start")
+    header = ["training", "signs, s a step", "soft, s a step", "ratio", f"a run, {found['soft']:.0%} soft"]
+    rows = [
+        [name, f"{row['signs']:.3f}", f"{row['soft']:.3f}", f"{row['ratio']:.2f}", f"{row['share']:.2f}"]
+        for name, row in found["rows"].items()
+    ]
+    return [header, *rows]
 
 
 def _images_per_s(part: dict[str, Any]) -> dict[str, float]:
@@ -115,4 +126,5 @@ MAKERS: dict[str, Callable[[], Table]] = {
     "million_tokens": million_tokens,
     "minilm": partial(encoder, "minilm_sharp"),
     "minilm_local": partial(encoder, "minilm_local"),
+    "soft_start": soft_start,
 }
