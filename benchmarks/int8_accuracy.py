@@ -50,7 +50,9 @@ def compare(run: Path, count: int, changes: list[str], device: torch.device) -> 
     size = recipe.eval_batch or recipe.batch
     samples = islice(measured_batches(splits.train, recipe, device), -(-count // size))
     calibration = [task.test_batch(*batch)[0] for batch in samples]
-    quantization = ecoformer.quantize(model, calibration, forward=forward(task), progress=False)
+    quantization = ecoformer.quantize(
+        model, calibration, samples=count, forward=forward(task), progress=False
+    )
     after, right_after = answers(model, task, batches)
     difference = right_after.float() - right_before.float()
     return {

@@ -331,6 +331,15 @@ def test_training_an_integer_model_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("teach", [ecoformer.transfer, ecoformer.distill])
+def test_teaching_an_integer_model_is_refused(teach):
+    model, batches = small_model(), images()
+    teacher = copy.deepcopy(model)
+    ecoformer.quantize(model, batches, progress=False)
+    with pytest.raises(ValueError, match=r"student .* is quantised.*fake_quantized"):
+        teach(model, teacher, batches, steps=1, progress=False)
+
+
 def test_integer_attention_takes_no_samples_and_is_traced():
     torch.manual_seed(0)
     layer = ecoformer.create_attention("sharp_eco", 16, 2, local=3)
