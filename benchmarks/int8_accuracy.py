@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import write_result
+from record import relative, write_result
 from torch import nn
 
 import ecoformer
@@ -54,10 +54,12 @@ def compare(run: Path, count: int, changes: list[str], device: torch.device) -> 
         model, calibration, samples=count, forward=forward(task), progress=False
     )
     after, right_after = answers(model, task, batches)
+    described = recipe.model_dump(mode="json")
+    described["data"]["root"] = relative(described["data"]["root"] or "")
     difference = right_after.float() - right_before.float()
     return {
         "attention": {"name": recipe.attention.name, "options": recipe.attention.options},
-        "recipe": recipe.model_dump(mode="json"),
+        "recipe": described,
         "answers": len(difference),
         "fp32": float(right_before.float().mean()),
         "int8": float(right_after.float().mean()),
