@@ -330,7 +330,6 @@ def test_training_an_integer_model_is_refused():
     assert torch.equal(model.eval()(x), expected)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("teach", [ecoformer.transfer, ecoformer.distill])
 def test_teaching_an_integer_model_is_refused(teach):
     model, batches = small_model(), images()
@@ -340,6 +339,7 @@ def test_teaching_an_integer_model_is_refused(teach):
         teach(model, teacher, batches, steps=1, progress=False)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_integer_attention_takes_no_samples_and_is_traced():
     torch.manual_seed(0)
     layer = ecoformer.create_attention("sharp_eco", 16, 2, local=3)
