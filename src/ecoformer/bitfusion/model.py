@@ -107,7 +107,10 @@ def simulate_model(
         if work:
             total = simulate_all(work, array)
             layers.append(LayerResult(layer.name, layer.kind, layer.part, work, total))
-    return ModelResult(type(model).__name__, array, tuple(layers), tuple(dict.fromkeys(uncounted)))
+    name = type(model).__name__
+    if not layers:
+        raise ValueError(f"BitFusion simulates no layer of {name}: it has no linear layer or convolution")
+    return ModelResult(name, array, tuple(layers), tuple(dict.fromkeys(uncounted)))
 
 
 def simulate_layer(
