@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -192,7 +193,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.uncounted.append((self._running[-1], name_of(func)))
             else:
                 self.add(counts)
-        return out
+        return _laid_out(out, *args[:2]) if func is torch.ops.aten.convolution.default else out
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Fused attention: counted here, then run without counting."""
@@ -229,6 +230,14 @@ class _SeeAttention(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and counting._running and not counting._paused:
             return counting.attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _laid_out(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """A convolution's result in the layout of real devices, on which later copies depend."""
+    if not out.is_meta:
+        return out
+    channels_last = suggest_memory_format(x) != torch.contiguous_format
+    return out.contiguous(memory_format=suggest_memory_format(x if channels_last else weight))
 
 
 @cache

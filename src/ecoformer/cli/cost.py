@@ -125,18 +125,19 @@ def _print_cycles(found: dict[str, ModelResult]) -> None:
     rows = []
     for name, result in found.items():
         total = result.total
-        rows.append(
-            {
-                "attention": name,
-                "cycles": f"{total.cycles:,}",
-                "stalls": f"{total.stall_cycles / total.cycles:.0%}",
-                "ms": f"{total.latency_s * 1e3:.4g}",
-                "mJ": f"{total.energy_nj / 1e6:.4g}",
-                "in DRAM": f"{total.energy.dram / total.energy_nj:.0%}",
-            }
-            | {f"in {part}": f"{result.of(part).energy_nj / total.energy_nj:.0%}" for part in PARTS}
-        )
+        numbers = {
+            "cycles": f"{total.cycles:,}",
+            "stalls": f"{total.stall_cycles / total.cycles:.0%}",
+            "ms": f"{total.latency_s * 1e3:.4g}",
+            "mJ": f"{total.energy_nj / 1e6:.4g}",
+            "in DRAM": f"{total.energy.dram / total.energy_nj:.0%}",
+        }
+        rows.append({"attention": name} | numbers)
     common.print_table(["attention"], rows, list(rows[0])[1:])
+    for name, result in found.items():
+        energy = result.total.energy_nj
+        parts = (f"{part} {result.of(part).energy_nj / energy:.0%}" for part in PARTS)
+        common.say(f"energy of {name}: {', '.join(parts)}")
     _print_uncounted(found)
     common.say(f"not simulated: {NOT_SIMULATED}")
 
