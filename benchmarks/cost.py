@@ -3,8 +3,8 @@
     python benchmarks/cost.py [accounting] [gains] [integer_energy] [bitfusion]
 
 writes results/NAME.json for each of these names, or for all. Nothing but `gains --time` depends on the
-machine: it measures the CPU time of one thread again. Without --time, the seconds stay those of the file, with
-the commit and the machine that measured them.
+machine: it measures the CPU time of one thread again. Without --time, the seconds stay those of the file,
+with the commit and the machine that measured them.
 """
 
 from __future__ import annotations
@@ -81,22 +81,18 @@ def accounting() -> dict[str, Any]:
                 }
             )
     statuses = Counter(cell.status for name in list_tables() for cell in paper_table(name).cells)
-    shares = {
-        how: [
-            {
-                name: 1 - a / b
-                for (name, a), b in zip(energies(eco).items(), energies(softmax).values(), strict=True)
-            }
-            for eco, softmax in zip(found["eco"], found["softmax"], strict=True)
-        ]
-        for how, found in parts.items()
-    }
     return {
         "tables": dict(statuses),
-        "savings_of_attention": {how: attention["45nm"] for how, (attention, _) in shares.items()},
-        "savings": {how: {m: model[m] for m in MEMORIES[:3]} for how, (_, model) in shares.items()},
+        "savings_of_attention": {how: saved(found, 0)["45nm"] for how, found in parts.items()},
+        "savings": {how: saved(found, 1) for how, found in parts.items()},
         "native": rows,
     }
+
+
+def saved(found: dict[str, tuple[Counts, Counts]], part: int) -> dict[str, float]:
+    """The share of softmax's energy that eco saves, with each memory at 45 nm."""
+    eco, softmax = (energies(found[mechanism][part]) for mechanism in ("eco", "softmax"))
+    return {name: 1 - eco[name] / softmax[name] for name in MEMORIES[:3]}
 
 
 def integer_energy() -> list[dict[str, Any]]:
@@ -115,7 +111,7 @@ def integer_energy() -> list[dict[str, Any]]:
 
 
 def bitfusion() -> dict[str, Any]:
-    """The paper's table beside ours, and PVTv2-B0 with each mechanism; with `eco`, by the bits of a code's bit."""
+    """The paper's table beside ours, and PVTv2-B0 by mechanism; eco also by the bits of a code's bit."""
     printed = {row["method"]: row for row in printed_rows("bitfusion")}
     table = []
     for row in printed_table():
