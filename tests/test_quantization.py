@@ -333,7 +333,7 @@ def test_teaching_an_integer_model_is_refused(teach):
     model, batches = small_model(), images()
     teacher = copy.deepcopy(model)
     ecoformer.quantize(model, batches, progress=False)
-    with pytest.raises(ValueError, match="student .* is quantised"):
+    with pytest.raises(ValueError, match=r"student .* is quantised"):
         teach(model, teacher, batches, steps=1, progress=False)
 
 
