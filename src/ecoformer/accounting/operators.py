@@ -50,6 +50,8 @@ _COPIES = _names(
     "triu pixel_shuffle im2col unfold_copy neg abs"
 )
 _TABLES = _names("gather index index_select take embedding")
+INTEGER_OPERATORS = _names("integer_conv2d pack_signs integer_attention")
+"""Ours of whole numbers; all others of ours are run as the plain PyTorch that they wrap."""
 _VECTORS = {"mv": 0, "dot": 0, "vdot": 0, "addmv": 1}
 """Products with a vector, for which PyTorch has no formula, and the position of the matrix."""
 
@@ -107,7 +109,8 @@ def cost_of(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     else:
         elements = max(x.numel() for x in (outputs[0], *operands[:1]))
         kind = next((kind for kind, names in KINDS.items() if name in names), "add")
-        counts = Counts(**{kind: elements})
+        number: dict[str, Any] = {kind: elements}
+        counts = Counts(**number)
     return counts.of(width) + Counts(bytes=moved)
 
 
@@ -185,7 +188,7 @@ def _of_int8(products: int) -> Counts:
 
 
 def _ours(name: str, args: tuple[Any, ...], out: Tensor) -> Counts:
-    """Operators of whole numbers; all others of ours are run as the plain PyTorch that they wrap."""
+    """What one of `INTEGER_OPERATORS` computes."""
     if name == "integer_conv2d":
         x, weight = args[:2]
         return _of_int8(_products(aten.convolution, (x, weight, None, [], [], [], False), {}, out))
@@ -193,7 +196,5 @@ def _ours(name: str, args: tuple[Any, ...], out: Tensor) -> Counts:
         return Counts(compare=args[0].numel()).of("int32")
     codes_q, codes_k, v, levels, _, exponent, _ = args
     sizes = codes_q.shape[-1], codes_k.shape[-1], v.shape[-1], levels.shape[1], levels.shape[2] - 1
-    return hashed_attention(*sizes, weighted=exponent is not None).of("int32") * math.prod(v.shape[:2])
-
-
-INTEGER_OPERATORS = {"integer_conv2d", "pack_signs", "integer_attention"}
+    heads: int = math.prod(v.shape[:2])
+    return hashed_attention(*sizes, weighted=exponent is not None).of("int32") * heads

@@ -183,7 +183,8 @@ def quantize(
         if why is not None:
             del made[name]
     if not made:
-        raise ValueError(f"{type(model).__name__} has no layer that int8 can take: {_first_reason(layers)}")
+        first = next(iter(layers.values()))
+        raise ValueError(f"{type(model).__name__} has no layer that int8 can take: {first.name}: {first.why}")
     for name, new in made.items():
         put(model, found[name], new.train(found[name].training))
     try:
@@ -266,11 +267,9 @@ def _closed(model: nn.Module) -> dict[str, nn.Module]:
     """Modules of PyTorch that read the weights of their layers, which must stay as they are."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        fused = isinstance(module, nn.TransformerEncoderLayer)
-        attention = module.self_attn if fused else module
-        if isinstance(attention, nn.MultiheadAttention) and not name.startswith(
-            tuple(f"{n}." for n in found)
-        ):
+        attention = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
+        inside = name.startswith(tuple(f"{other}." for other in found))
+        if isinstance(attention, nn.MultiheadAttention) and not inside:
             found[name] = module
     return found
 
@@ -415,11 +414,6 @@ def _mean(numbers: list[float]) -> float:
 def _input_grid(layer: Integer) -> Grid:
     holder = layer.projection if isinstance(layer, IntegerAttention) else layer
     return holder._grids["input"]
-
-
-def _first_reason(layers: Mapping[str, QuantizedLayer]) -> str:
-    name, layer = next(iter(layers.items()))
-    return f"{name}: {layer.why}"
 
 
 def _megabytes(model: nn.Module) -> float:
