@@ -1,7 +1,6 @@
 """Integer layers and `quantize`: close to the originals, saved, exported, refused where they cannot be."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -490,17 +489,6 @@ def test_a_model_quantised_in_inference_mode_can_be_loaded_into():
     with torch.inference_mode():
         ecoformer.quantize(model, [torch.randn(8, 4)], progress=False)
     model.load_state_dict(copy.deepcopy(model.state_dict()))
-
-
-def test_a_copied_and_a_loaded_state_dict_are_exported_alike():
-    """Grids are kept as plain numbers too, which loading must bring up to date."""
-    model = nn.Sequential(nn.Linear(4, 4))
-    ecoformer.quantize(model, [torch.randn(8, 4)], progress=False)
-    other = nn.Sequential(IntegerLinear(4, 4))
-    other.load_state_dict(model.state_dict())
-    assert other[0]._grids == model[0]._grids
-    stream = io.BytesIO()
-    torch.save(model.state_dict(), stream)
 
 
 def test_attention_with_a_local_branch_is_saved_and_exported(tmp_path):

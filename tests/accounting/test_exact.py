@@ -1,6 +1,8 @@
 """The exact accounting: single operators by hand, hashed attention by its definition, and whole models."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,3 +227,13 @@ def test_known_models_have_nothing_uncounted(name: str) -> None:
     rows, uncounted = exact_rows(timm.create_model(name), (1, 3, 224, 224))
     assert uncounted == []
     assert sum(counts.mul for *_, counts in rows) > 10**8
+
+
+def test_the_result_file_is_what_is_computed() -> None:
+    path = Path(__file__).resolve().parents[2] / "results" / "accounting.json"
+    row = json.loads(path.read_text())["figures"]["native"][0]
+    assert (row["resolution"], row["mechanism"]) == (224, "native")
+    with torch.device("meta"):
+        model = timm.create_model("pvt_v2_b0")
+    assert ecoformer.cost(model, (1, 3, 224, 224)).energy_pj == row["paper"]
+    assert ecoformer.cost(model, (1, 3, 224, 224), accounting="exact").total.to_dict() == row["total"]
