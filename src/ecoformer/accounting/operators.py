@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from ecoformer.operations import Counts, mac
 
@@ -99,7 +98,7 @@ def cost_of(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     if name == "_int_mm":
         return _of_int8(_products(aten.mm, args, {}, out)) + Counts(bytes=moved)
     width = width_of(*operands, outputs[0])
-    if func.overloadpacket in flop_registry:
+    if func.overloadpacket in _formulas():
         counts = mac(_products(func.overloadpacket, args, kwargs, out))
     elif name in _VECTORS:
         counts = mac(operands[_VECTORS[name]].numel())
@@ -178,9 +177,17 @@ def written(*outputs: Tensor) -> int:
     return sum(out.numel() * out.element_size() for out in outputs if out.ndim)
 
 
+@cache
+def _formulas() -> dict[Any, Any]:
+    """PyTorch's, imported late because Triton comes with them."""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
+
+
 def _products(packet: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
     """Multiply-accumulates by PyTorch's formula, which counts two operations for each."""
-    return int(flop_registry[packet](*args, **kwargs, out_val=out)) // 2
+    return int(_formulas()[packet](*args, **kwargs, out_val=out)) // 2
 
 
 def _of_int8(products: int) -> Counts:
