@@ -203,7 +203,7 @@ class TestHuggingFace:
         # No weights are needed, so a longer text is no problem.
         swept = ("--compare", "softmax,linformer,eco", "--sweep", "tokens=10,40", "--json")
         assert [row["tokens"] for row in json.loads(cli("cost", model, *swept).out)] == [10, 40] * 3
-        assert cli("simulate", "model", model, "--compare", "native,eco").status == 0
+        assert cli("cost", model, "--compare", "eco", "--on", "bitfusion").status == 0
 
     @pytest.mark.parametrize("model", ["vit", "someone/vit"])
     def test_images(self, cli, hub, model):
@@ -245,7 +245,7 @@ class TestHuggingFace:
         config = transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1)
         transformers.GPT2Model(config).save_pretrained(tmp_path / "gpt")
         assert cli("cost", "gpt").status == 0
-        assert "no layer of gpt" in cli("simulate", "model", "gpt").err
+        assert "simulates no layer of GPT2Model" in cli("cost", "gpt", "--on", "bitfusion").err
         (tmp_path / "gpt" / "tokenizer.json").write_text("{")  # which only --data reads
         assert "GPT2Attention" in cli("info", "gpt").out
 

@@ -4,7 +4,7 @@ import pytest
 
 from ecoformer.report.tables import paper_table
 
-LONG = ("--accounting", "exact", "--backend", "cpu")
+LONG = ("--accounting", "exact")
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,7 @@ LONG = ("--accounting", "exact", "--backend", "cpu")
             "resolution=32,64",
             *LONG,
         ),
-        ("simulate", "layer"),
-        ("simulate", "model", "ours.safetensors"),
+        ("cost", "ours.safetensors", "--on", "bitfusion"),
         ("bench", "attention", "--shape", "1,2,50,8", "--seconds", "0.01"),
         ("bench", "model", "ours.safetensors", "--seconds", "0.01"),
     ],

@@ -11,8 +11,6 @@ from torch import nn
 
 import ecoformer
 from ecoformer import Transfer, convert, distill, transfer
-from ecoformer.accounting import planning
-from ecoformer.accounting.planning import Choice, _within_energy
 from ecoformer.conversion.transfer import WINDOW, _narrowed
 from ecoformer.models.text import PAD, TextEncoder
 
@@ -273,8 +271,6 @@ def test_planning_leaves_models_with_shared_layers_alone():
         assert unchanged(model, before)
         ecoformer.cost(model, (1, N, DIM), accounting="exact")
         assert unchanged(model, before)
-    made = ecoformer.allocate(model, BATCHES, (1, N, DIM), loss=1e9, steps=1, **QUIET)
-    assert len(made.layers) == 1
     model(BATCHES[0])
 
 
@@ -324,44 +320,6 @@ def test_ranks_learn_the_same(tmp_path):
     assert first["losses"] == second["losses"]
     for name, value in first["state"].items():
         assert torch.equal(value, second["state"][name])
-
-
-def test_choices_within_an_energy():
-    a = [
-        (Choice(None, {}, 0.0, 5.0), None),
-        (Choice("x", {}, 0.3, 1.0), None),
-        (Choice("y", {}, 0.1, 2.0), None),
-    ]
-    b = [(Choice(None, {}, 0.0, 9.0), None), (Choice("x", {}, 0.5, 1.0), None)]
-    options = {"a": a, "b": b}
-    assert _within_energy(options, 1.0, 14.0) == {"a": 0, "b": 0}
-    assert _within_energy(options, 3 / 14, 14.0) == {"a": 2, "b": 1}
-    assert _within_energy(options, 2 / 14, 14.0) == {"a": 1, "b": 1}
-    with pytest.raises(ValueError, match="cheapest choice"):
-        _within_energy(options, 1 / 14, 14.0)
-    for wrong in ({}, {"loss": 1.0, "energy": 1.0}, {"loss": -1.0}, {"loss": 1.0, "candidates": []}):
-        with pytest.raises(ValueError, match=r"loss|candidates"):
-            ecoformer.allocate(Classifier(), BATCHES, (1, N, DIM), **wrong)
-
-
-def test_allocation_counts_a_candidate_once():
-    model, x = Classifier().encoder, torch.randn(2, 64, DIM)
-    twice = [("sharp_eco", {"bits": 8})] * 2
-    made = ecoformer.allocate(model, [x], (1, 64, DIM), loss=1e9, candidates=twice, steps=1, **QUIET)
-    assert [str(choice) for choice in made.layers.values()] == ["sharp_eco (bits=8)"] * 2
-    model(x)
-
-
-def test_allocation_refuses_before_it_trains(monkeypatch):
-    monkeypatch.setattr(planning, "transfer", lambda *args, **kwargs: pytest.fail("trained"))
-    for batches, limit, message in (
-        (BATCHES, {"energy": 0.01}, r"^energy=0.01: the cheapest choice takes \d.\d\d times"),
-        (iter(BATCHES), {"loss": 1.0}, r"^batches can be read only once, .*: pass a list"),
-    ):
-        model = Classifier().encoder
-        with pytest.raises(ValueError, match=message):
-            ecoformer.allocate(model, batches, (1, N, DIM), **limit, steps=1, **QUIET)
-        assert isinstance(model.layers[0].self_attn, nn.MultiheadAttention)
 
 
 def test_gradients_reach_only_planes_that_a_token_is_close_to():

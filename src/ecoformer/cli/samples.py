@@ -48,10 +48,6 @@ class Samples:
         for start in range(0, len(order), self.batch):
             yield self._make(order[start : start + self.batch])
 
-    def largest(self) -> Any:
-        """An image, or the longest text."""
-        return self._make([self.items[0] if self.path.is_dir() else max(self.items, key=len)])
-
     def _reads_bytes(self) -> bool:
         from ecoformer.models.text import TextEncoder
 
