@@ -2,6 +2,7 @@
 
 import ast
 import csv
+import os
 
 import pytest
 import torch
@@ -207,3 +208,14 @@ def test_damaged_papers(papers, line, message):
 def test_papers_in_another_encoding_keep_their_bytes(papers):
     (papers / "new_aan_pairs.test.tsv").write_bytes(b"1\ta\tb\t\xe9t\xe9\td\n")
     assert load("aan", papers, length=4).test.inputs[0, 0].tolist() == [*ids(b"\xe9t\xe9"), PAD]
+
+
+def test_lines_and_texts_beyond_memory_are_refused(papers):
+    os.truncate(papers / "new_aan_pairs.test.tsv", 2**36)  # takes no space on the disk
+    with pytest.raises(ValueError, match="a line has more than 33,554,432 characters"):
+        load("aan", papers)
+    for name in ("a", "b"):
+        (papers / f"{name}.txt").touch()
+    os.truncate(papers / "b.txt", 2**36)
+    with pytest.raises(ValueError, match="68,719,476,736 bytes"):
+        load("masked_bytes", papers)
