@@ -55,15 +55,6 @@ def test_reviews_are_cut_at_4000_bytes_of_4096(reviews):
         load("imdb", reviews, length=100, cut=101)
 
 
-def test_dtypes_of_bytes():
-    texts = [b"a" * 4000, b"b" * 1000]
-    found = byte_tokens(texts, 4096, cut=4000, dtype=torch.int16)
-    assert found.dtype == torch.int16
-    assert (found > 0).sum(1).tolist() == [4000, 1000]
-    with pytest.raises(ValueError, match=r"dtype must be int16, int32 or int64, .* got torch.uint8"):
-        byte_tokens(texts, 4096, dtype=torch.uint8)
-
-
 def test_masks_follow_their_shares():
     tokens = torch.randint(1, 257, (50, 2000), generator=torch.Generator().manual_seed(0))
     inputs, targets = mask_bytes(tokens, torch.Generator().manual_seed(1), rate=0.2)

@@ -16,7 +16,7 @@ from ecoformer import list_attentions, load
 from ecoformer.data.splits import Arrays, Splits
 from ecoformer.hashing import hashers_of
 from ecoformer.training import as_yaml, list_recipes, load_recipe, train
-from ecoformer.training.batches import seed_everything, transform_of
+from ecoformer.training.batches import Task, seed_everything, transform_of
 from ecoformer.training.folder import RunFolder
 from ecoformer.training.loop import Trainer
 from ecoformer.training.model import build_model, build_optimizer, learning_rate
@@ -236,6 +236,15 @@ def test_every_draw_of_an_augmentation_can_be_made(auto):
         except ValueError:
             failed += 1
     assert failed < 50
+
+
+def test_erasing_of_pictures_in_memory(tmp_path):
+    chosen = recipe(PICTURES, "augment={size: 32, erase: 1.0}", folder=tmp_path)
+    white, labels = torch.full((16, 3, 32, 32), 255, dtype=torch.uint8), torch.zeros(16)
+    seed_everything(0)
+    found, _ = Task(chosen, load_splits(chosen)).training_batch(white, labels, torch.Generator())
+    shares = (found == 0).float().mean(dim=(1, 2, 3))
+    assert 0.01 < shares.min() < shares.max() < 0.36
 
 
 CONVOLUTIONS = {"name": "resnet18", "options": {"layers": [1, 1, 1, 1], "channels": [8, 8, 8, 8]}}

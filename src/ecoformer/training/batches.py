@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Generator, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -208,6 +209,11 @@ class Task:
             make: Any = Mixup
             alphas = {"mixup_alpha": a.mixup, "cutmix_alpha": a.cutmix}
             self.mixup = make(**alphas, label_smoothing=recipe.smoothing, num_classes=splits.classes)
+        self.erasing: Any = None
+        if splits.kind == "images" and a.erase:
+            from timm.data.random_erasing import RandomErasing
+
+            self.erasing = partial(RandomErasing, a.erase)
 
     def training_batch(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Batch:
         """Inputs and targets for training, augmented or masked with draws from `generator`."""
@@ -215,10 +221,7 @@ class Task:
             if not inputs.is_floating_point():
                 a = self.recipe.augment
                 inputs = augment(inputs, generator, **self.pixels, pad=a.pad, flip=a.flip)
-                if a.erase:
-                    from timm.data.random_erasing import RandomErasing
-
-                    inputs = RandomErasing(a.erase, device=inputs.device)(inputs)
+                inputs = self.erasing(device=inputs.device)(inputs) if self.erasing else inputs
             mixed: Batch = self.mixup(inputs, targets) if self.mixup else (inputs, targets)
             return mixed
         if self.masked:
