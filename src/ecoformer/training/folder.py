@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ecoformer.arguments import one_line
 from ecoformer.files import TEMPORARY, append_text, replace_text, to_disk
 from ecoformer.storage import CheckpointError
 from ecoformer.training.recipe import Recipe, as_yaml, differences, load_recipe
@@ -203,25 +204,16 @@ class RunFolder:
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None; read errors, which may be temporary, are raised."""
-    name = MANIFEST
+    """What is wrong with a checkpoint, or None; other read errors, which may be temporary, are raised."""
     try:
-        _checksum(path / MANIFEST)
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if not isinstance(manifest, dict) or PROGRESS not in manifest:
             return f"{MANIFEST} does not list {PROGRESS}"
         for name, checksum in manifest.items():
             if _checksum(path / name) != checksum:
                 return f"{name} has another checksum"
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return f"{name} is missing"
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise OSError(
-            f"{path / name} cannot be read ({reason}): nothing was changed, try again with --resume"
-        ) from error
-    except ValueError:
-        return f"{MANIFEST} is not valid JSON"
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
+        return one_line(error)
     return None
 
 
