@@ -1,6 +1,6 @@
 """Energy-saving attention with linear complexity for PyTorch."""
 
-from ecoformer.accounting import Allocation, Ledger, Plan, allocate, cost, plan
+from ecoformer.accounting import Ledger, Plan, cost, plan
 from ecoformer.affinity import Affinity
 from ecoformer.attention import (
     Attention,
@@ -26,25 +26,22 @@ from ecoformer.functional import eco_attention, hash_attention, pack_codes, sign
 from ecoformer.hashing import (
     FitOptions,
     Hasher,
-    HashQuality,
     KernelHasher,
     KlshHasher,
     LshHasher,
     RefitHashers,
     SignHasher,
-    SoftStart,
     fit_hashers,
     fitting,
     hashers_of,
 )
-from ecoformer.quantization import Quantization, fake_quantized, quantize
+from ecoformer.quantization import Quantization, quantize
 from ecoformer.streaming import HashAttentionState
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Affinity",
-    "Allocation",
     "Attention",
     "CheckpointError",
     "Conversion",
@@ -52,7 +49,6 @@ __all__ = [
     "EcoAttention",
     "FitOptions",
     "HashAttentionState",
-    "HashQuality",
     "Hasher",
     "KernelHasher",
     "KlshHasher",
@@ -64,16 +60,13 @@ __all__ = [
     "Quantization",
     "RefitHashers",
     "SignHasher",
-    "SoftStart",
     "Transfer",
-    "allocate",
     "convert",
     "cost",
     "create_attention",
     "distill",
     "eco_attention",
     "export_onnx",
-    "fake_quantized",
     "fit_hashers",
     "fitting",
     "hash_attention",

@@ -30,8 +30,7 @@ def check_models(student: nn.Module, teacher: nn.Module) -> None:
     """Refuse a student that cannot learn, and a teacher that would change with it."""
     if any(buffer.dtype == torch.int8 for buffer in student.buffers()):
         raise ValueError(
-            f"student ({type(student).__name__}) is quantised, and int8 cannot learn: teach the original, if "
-            "need be inside ecoformer.fake_quantized, then quantise it"
+            f"student ({type(student).__name__}) is quantised, and int8 cannot learn: teach it, then quantise it"
         )
     memory = [
         {p.untyped_storage().data_ptr() for p in m.parameters() if p.numel()} for m in (student, teacher)
