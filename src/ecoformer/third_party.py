@@ -73,7 +73,7 @@ def repair_torchvision() -> None:
     """Declare the operators that torchvision's import asks for, where its binary cannot be loaded.
 
     A torchvision built for CUDA cannot load its operators beside a CPU build of torch, and timm and
-    transformers then cannot be imported. Only our commands and tests call this: they do not use the operators.
+    transformers then cannot be imported. Only our commands and tests call this.
     """
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None or _declared:

@@ -171,13 +171,10 @@ def _check_chosen(model: nn.Module, found: list[Found], chosen: list[Found]) -> 
 
 
 def _check_config(chosen: list[Found], config: dict[str, Any]) -> None:
-    """Refuse arguments that only a layer of its own can have, and a seed that cannot be counted up."""
+    """Refuse arguments that only a layer of its own can have."""
     for name in ("dim", "num_heads", "out_proj"):
         if name in config:
             raise TypeError(f"{name}={config[name]!r}: convert reads {name} from each layer, leave it out")
-    seed = config.get("seed")
-    if seed is not None and type(seed) is not int:
-        raise TypeError(f"seed must be a whole number, got {seed!r}")
     sources = {f.name: f.source for f in chosen if f.source is not None}
     biased = [n for n, s in sources.items() if any(b is not None for b in (s.q_bias, s.k_bias, s.v_bias))]
     if biased and not config.get("qkv_bias", True):
