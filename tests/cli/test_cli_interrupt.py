@@ -8,9 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import ecoformer_command
+import pytest
 
 
 def test_ctrl_c_while_torch_is_imported_prints_no_traceback(tmp_path):
