@@ -11,9 +11,7 @@ from torch import nn
 
 import ecoformer
 from ecoformer import create_attention, export_onnx
-from ecoformer.third_party import repair_torchvision
 
-repair_torchvision()
 CHANNELS_LAST = ("Transpose", 0, 3, 1, 2)
 
 
@@ -141,8 +139,6 @@ def test_texts_with_padding(attention, tmp_path):
     [
         ("eco", {}),
         ("eco", {"groups": 4}),
-        ("eco", {"sigma": "input"}),
-        ("eco", {"bias": "official"}),
         ("lsh_eco", {}),
         ("bi_eco", {"features": "channels"}),
         ("sharp_eco", {}),
@@ -152,8 +148,6 @@ def test_texts_with_padding(attention, tmp_path):
 )
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_form_of_attention_in_standard_operators(attention, config, causal):
-    if causal and config.get("sigma") == "input":
-        pytest.skip("looks at all tokens")
     model = Encoder(attention, causal, **config).eval()
     mask = torch.zeros(2, 6, dtype=torch.bool)
     batch, n = torch.export.Dim("batch"), torch.export.Dim("n", min=2)
@@ -163,18 +157,6 @@ def test_every_form_of_attention_in_standard_operators(attention, config, causal
     x, mask = torch.randn(3, 70, 16), torch.zeros(3, 70, dtype=torch.bool)
     mask[0, 9:], mask[2] = True, True
     torch.testing.assert_close(program.module()(x, mask), model(x, mask), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("attention", ["eco", "sharp_eco"])
-def test_zero_tokens_have_their_codes(attention):
-    """sign(0) is +1, and a zero vector has the kernel of a zero vector."""
-    model = create_attention(attention, 16, 2, qkv_bias=False).eval()
-    if attention == "eco":
-        ecoformer.fit_hashers(model, [torch.randn(4, 30, 16)])
-    x = torch.randn(1, 12, 16)
-    x[0, 3:7] = 0
-    program = torch.export.export(model, (x,))
-    torch.testing.assert_close(program.module()(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -212,15 +194,11 @@ def test_inputs_are_named_as_in_transformers(tmp_path):
 def test_quantised_models_of_other_precision(dtype, tmp_path):
     torch.manual_seed(0)
     layers = (nn.Conv2d(3, 16, 4, stride=4), nn.Flatten(2), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 5))
-    model = nn.Sequential(*layers).eval().to(dtype)
-    x = torch.randn(2, 3, 16, 16, dtype=dtype)
-    ecoformer.quantize(model, [x], progress=False)
-    made = export_onnx(model, tmp_path / "int8.onnx", x)
-    assert made.relative_error < 0.02
-    holder = nn.Sequential(create_attention("sharp_eco", 32, 2, local=3)).eval().to(dtype)
-    x = torch.randn(2, 9, 32, dtype=dtype)
-    ecoformer.quantize(holder, [x], progress=False)
-    assert export_onnx(holder, tmp_path / "attention.onnx", x).relative_error < 0.02
+    attention = nn.Sequential(create_attention("sharp_eco", 32, 2, local=3))
+    for model, shape in ((nn.Sequential(*layers), (2, 3, 16, 16)), (attention, (2, 9, 32))):
+        x = torch.randn(shape, dtype=dtype)
+        ecoformer.quantize(model.eval().to(dtype), [x], progress=False)
+        assert export_onnx(model, tmp_path / "int8.onnx", x).relative_error < 0.02
 
 
 @pytest.mark.parametrize("resamples", [False, True])
@@ -239,14 +217,6 @@ def test_leaves_the_model_as_it_was(tmp_path):
     export_onnx(model, tmp_path / "model.onnx", torch.randn(2, 4))
     assert model.training
     assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_training_mode_exports_what_can_be_trained():
-    model = create_attention("sharp_eco", 16, 2).train()
-    program = torch.export.export(model, (torch.randn(2, 6, 16),))
-    program.module()(torch.randn(2, 6, 16)).square().sum().backward()
-    gradients = {name: p.grad for name, p in program.module().named_parameters()}
-    assert gradients["qk.weight"].abs().sum() > 0
 
 
 def test_writes_nothing_where_results_differ(tmp_path, monkeypatch):
