@@ -159,6 +159,18 @@ def test_every_form_of_attention_in_standard_operators(attention, config, causal
     torch.testing.assert_close(program.module()(x, mask), model(x, mask), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("attention", ["eco", "sharp_eco"])
+def test_zero_tokens_have_their_codes(attention):
+    """sign(0) is +1, and a zero vector has the kernel of a zero vector."""
+    model = create_attention(attention, 16, 2, qkv_bias=False).eval()
+    if attention == "eco":
+        ecoformer.fit_hashers(model, [torch.randn(4, 30, 16)])
+    x = torch.randn(1, 12, 16)
+    x[0, 3:7] = 0
+    program = torch.export.export(model, (x,))
+    torch.testing.assert_close(program.module()(x), model(x), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_plain_torch_onnx_export_has_standard_operators_only(tmp_path):
     model, x = create_attention("sharp_eco", 16, 2).eval(), torch.randn(2, 6, 16)
@@ -194,11 +206,15 @@ def test_inputs_are_named_as_in_transformers(tmp_path):
 def test_quantised_models_of_other_precision(dtype, tmp_path):
     torch.manual_seed(0)
     layers = (nn.Conv2d(3, 16, 4, stride=4), nn.Flatten(2), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 5))
-    attention = nn.Sequential(create_attention("sharp_eco", 32, 2, local=3))
-    for model, shape in ((nn.Sequential(*layers), (2, 3, 16, 16)), (attention, (2, 9, 32))):
-        x = torch.randn(shape, dtype=dtype)
-        ecoformer.quantize(model.eval().to(dtype), [x], progress=False)
-        assert export_onnx(model, tmp_path / "int8.onnx", x).relative_error < 0.02
+    model = nn.Sequential(*layers).eval().to(dtype)
+    x = torch.randn(2, 3, 16, 16, dtype=dtype)
+    ecoformer.quantize(model, [x], progress=False)
+    made = export_onnx(model, tmp_path / "int8.onnx", x)
+    assert made.relative_error < 0.02
+    holder = nn.Sequential(create_attention("sharp_eco", 32, 2, local=3)).eval().to(dtype)
+    x = torch.randn(2, 9, 32, dtype=dtype)
+    ecoformer.quantize(holder, [x], progress=False)
+    assert export_onnx(holder, tmp_path / "attention.onnx", x).relative_error < 0.02
 
 
 @pytest.mark.parametrize("resamples", [False, True])
