@@ -196,12 +196,8 @@ def choose(found: list[Found], layers: Selection) -> dict[str, str | None]:
         if not isinstance(pattern, str):
             raise TypeError(f"layers must hold patterns such as 'blocks.1.*', got {pattern!r}")
         if not any(fnmatchcase(f.name, pattern) for f in found):
-            names = [f.name or "the model itself" for f in found]
-            if len(names) > 4:
-                names = [*names[:3], f"... ({len(names)} in all)"]
-            raise ValueError(
-                f"layers={pattern!r} matches no attention layer; there are {', '.join(names) or 'none'}"
-            )
+            names = ", ".join([f.name for f in found[:4]] + ["..."] * (len(found) > 4))
+            raise ValueError(f"layers={pattern!r} matches no attention layer; there are {names or 'none'}")
     return {f.name: None if any(fnmatchcase(f.name, p) for p in patterns) else "not chosen" for f in found}
 
 

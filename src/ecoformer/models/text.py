@@ -186,8 +186,6 @@ class TwoTowerEncoder(HubMixin, nn.Module):
 
     def __init__(self, *, classes: int = 2, **kwargs: Any) -> None:
         super().__init__()
-        if "pool" in kwargs:
-            raise TypeError("TwoTowerEncoder compares means of texts: it takes no pool=")
         self.encoder = TextEncoder(classes=0, **kwargs)
         self.reset_classifier(classes)
 
