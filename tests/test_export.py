@@ -139,6 +139,7 @@ def test_texts_with_padding(attention, tmp_path):
     [
         ("eco", {}),
         ("eco", {"groups": 4}),
+        ("eco", {"bias": "tight"}),
         ("lsh_eco", {}),
         ("bi_eco", {"features": "channels"}),
         ("sharp_eco", {}),

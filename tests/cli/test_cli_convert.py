@@ -140,9 +140,6 @@ class TestOut:
         assert kinds(done.model)[OF_PYRAMID[0]] == "sharp_eco"
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
-    def test_needs_its_folder(self, refused):
-        refused("ours.safetensors", out="nowhere/out.safetensors", words="OUT: no such folder")
-
     def test_is_no_folder(self, refused, tmp_path):
         (tmp_path / "out").mkdir()
         refused("ours.safetensors", "--force", out="out", words="is a folder")
@@ -189,9 +186,6 @@ class TestSettings:
     def test_refused(self, refused, setting, words):
         refused("ours.safetensors", "--set", setting, words=words)
 
-    def test_an_unknown_mechanism(self, refused):
-        refused("ours.safetensors", "--attention", "magic", words=["'magic'", "eco", "softmax"])
-
 
 class TestUsage:
     @pytest.mark.parametrize(
@@ -213,12 +207,6 @@ class TestUsage:
         assert (done.status, done.err) == (0, "")
         assert "Example: ecoformer convert pvt_v2_b0 sharp_b0.safetensors" in " ".join(done.out.split())
         assert {"--attention", "--data", "--teach", "--force"} <= set(done.out.split())
-
-    def test_without_a_command(self, cli):
-        assert "convert" in cli().out
-        done = cli("transform")
-        assert (done.status, done.out) == (2, "")
-        assert "No such command 'transform'" in done.err
 
 
 def test_as_a_program_that_fails(things, tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import pickle
 import shutil
 import sys
 
@@ -65,6 +66,8 @@ class TestSources:
             shutil.copytree(tmp_path / "config_only", evil)
             evil = evil / "pytorch_model.bin"
         for content in (Touch(trace), {"model": {"head.weight": Touch(trace)}}):
+            evil.write_bytes(pickle.dumps(content, protocol=2))
+            assert cli("convert", name, "out.safetensors", *options).status == 2
             torch.save(content, evil)
             assert cli("convert", name, "out.safetensors", *options).status == 2
             assert not trace.exists()
@@ -119,12 +122,6 @@ class TestFolders:
         model.save_pretrained(tmp_path / "classifier")
         done = convert("classifier")
         assert hasattr(done.model, "classifier") or any("classifier" in note for note in done.facts["notes"])
-
-    def test_our_own_folder_cut_short(self, refused, things, tmp_path):
-        shutil.copytree(things / "our_folder", tmp_path / "model")
-        content = (tmp_path / "model" / "model.safetensors").read_bytes()
-        (tmp_path / "model" / "model.safetensors").write_bytes(content[:-50])
-        refused("model", words="truncated")
 
 
 class TestHuggingFace:
