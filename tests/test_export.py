@@ -11,9 +11,7 @@ from torch import nn
 
 import ecoformer
 from ecoformer import create_attention, export_onnx
-from ecoformer.third_party import repair_torchvision
 
-repair_torchvision()
 CHANNELS_LAST = ("Transpose", 0, 3, 1, 2)
 
 
@@ -141,8 +139,7 @@ def test_texts_with_padding(attention, tmp_path):
     [
         ("eco", {}),
         ("eco", {"groups": 4}),
-        ("eco", {"sigma": "input"}),
-        ("eco", {"bias": "official"}),
+        ("eco", {"bias": "tight"}),
         ("lsh_eco", {}),
         ("bi_eco", {"features": "channels"}),
         ("sharp_eco", {}),
@@ -152,8 +149,6 @@ def test_texts_with_padding(attention, tmp_path):
 )
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_form_of_attention_in_standard_operators(attention, config, causal):
-    if causal and config.get("sigma") == "input":
-        pytest.skip("looks at all tokens")
     model = Encoder(attention, causal, **config).eval()
     mask = torch.zeros(2, 6, dtype=torch.bool)
     batch, n = torch.export.Dim("batch"), torch.export.Dim("n", min=2)
@@ -239,14 +234,6 @@ def test_leaves_the_model_as_it_was(tmp_path):
     export_onnx(model, tmp_path / "model.onnx", torch.randn(2, 4))
     assert model.training
     assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_training_mode_exports_what_can_be_trained():
-    model = create_attention("sharp_eco", 16, 2).train()
-    program = torch.export.export(model, (torch.randn(2, 6, 16),))
-    program.module()(torch.randn(2, 6, 16)).square().sum().backward()
-    gradients = {name: p.grad for name, p in program.module().named_parameters()}
-    assert gradients["qk.weight"].abs().sum() > 0
 
 
 def test_writes_nothing_where_results_differ(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The command line: `ecoformer`, or `python -m ecoformer`. One file for each command."""
+"""The command line: `ecoformer`, or `python -m ecoformer`. One file a command."""
 
 from __future__ import annotations
 

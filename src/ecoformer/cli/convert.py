@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch import nn
 
 from ecoformer.arguments import one_line
 from ecoformer.checkpoints import save
@@ -58,7 +57,8 @@ def convert(
     Example: `ecoformer convert pvt_v2_b0 sharp_b0.safetensors --pretrained --data photos/ --teach`
     """
     check_target(target, force)
-    config = _config(settings or [])
+    config = common.parse_settings(settings or [])
+    common.check_settings([attention], config)
     if teach and data is None:
         raise ValueError("--teach needs --data: a folder of images, or a text file with one text per line")
     if data is not None and not data.exists():
@@ -72,53 +72,38 @@ def convert(
     narrow = dtypes.pop() if teach and dtypes in ({torch.float16}, {torch.bfloat16}) else None
     if narrow is not None:
         model.float()  # 16 bits are too coarse for small steps
+
+    def write() -> Path:
+        return save(model if narrow is None else copy.deepcopy(model).to(narrow), target)
+
     teacher = copy.deepcopy(model) if teach else None
-    facts: dict[str, Any] = {"source": opened.what}
-    lines: list[str] = []
-    fitted: list[str] = []
     report = convert_model(model, attention, layers=layers or None, **config)
     notes = [note for note in report.notes if note != NOT_FITTED and not (teach and note == RANDOM_PLANES)]
     if batches is None and NOT_FITTED in report.notes:
         notes.append(
-            "hash functions are not fitted: --data takes a folder of images or a text file with one text "
-            "per line"
+            "hash functions are not fitted: --data takes a folder of images or a text file with one text per "
+            "line"
         )
     report = replace(report, notes=(*notes, *opened.notes))
-    facts |= report.to_dict()
-    lines.append(str(report))
+    facts: dict[str, Any] = report.to_dict() | {"source": opened.what, "fitted": []}
+    lines = [str(report)]
     if batches is not None and any(hasher.learns for hasher in hashers_of(model).values()):
         names = fit_hashers(model, batches, samples=samples, seed=seed, progress=show)
-        fitted = [name for name in names if hashers_of(model)[name].learns]
-        lines.append(f"fitted {len(fitted)} hashers on {min(samples, len(batches))} samples of {data}")
+        facts["fitted"] = [name for name in names if hashers_of(model)[name].learns]
+        count = min(samples, len(batches))
+        lines.append(f"fitted {len(facts['fitted'])} hashers on {count} samples of {data}")
     elif batches is not None and not teach:
         raise ValueError(f"--data: {attention} has no hash functions to fit: add --teach")
     if teacher is not None and batches is not None:
         passed = transfer(model, teacher, batches, steps=steps, progress=show)
-        facts["transfer"] = passed.final
-        lines.append(f"transfer: {passed}")
-    if teacher is not None and batches is not None:
-        _write(model, narrow, target)  # so that what was learned so far is not lost
+        write()  # what was learned so far is not lost
         try:
             learned = distill(model, teacher, batches, steps=steps, progress=show)
         except Exception as error:
             raise RuntimeError(
                 f"distillation failed ({one_line(error)}); {target} holds the model after attention transfer"
             ) from error
-        facts["distillation"] = [learned.outputs[0], learned.outputs[-1]]
-        lines.append(f"distillation: {learned}")
-    written = _write(model, narrow, target)
-    facts |= {"fitted": fitted, "written": str(written)}
-    common.show(facts, "\n".join([*lines, f"wrote {written}"]), as_json)
-
-
-def _write(model: nn.Module, narrow: torch.dtype | None, target: Path) -> Path:
-    """Write the model, in 16 bits if it came so."""
-    return save(model if narrow is None else copy.deepcopy(model).to(narrow), target)
-
-
-def _config(settings: list[str]) -> dict[str, Any]:
-    config = common.parse_settings(settings)
-    options = {"mechanism": "--attention", "layers": "--layers", "model": "IN", "example": "IN"}
-    for key in config.keys() & options.keys():
-        raise ValueError(f"--set {key} is not an argument of the mechanism: use {options[key]}")
-    return config
+        facts |= {"transfer": passed.final, "distillation": [learned.outputs[0], learned.outputs[-1]]}
+        lines += [f"transfer: {passed}", f"distillation: {learned}"]
+    facts["written"] = str(write())
+    common.show(facts, "\n".join([*lines, f"wrote {facts['written']}"]), as_json)
