@@ -89,7 +89,7 @@ for line in sys.stdin:
 
 def test_tensors_must_be_large_to_allow_large_numbers(tmp_path):
     """An empty tensor of a large shape holds nothing, so it allows nothing."""
-    description = {"model": text(depth=10**8), "conversions": [], "attention": {}, "modules": {}}
+    description = {"model": text(depth=10**8), "conversions": [], "settings": {}}
     path = storage.write(tmp_path / "x", {"a": torch.zeros(10**12, 0)}, description)
     with pytest.raises(CheckpointError, match="depth"):
         ecoformer.load(path)
@@ -195,7 +195,7 @@ def deflated(path, state):
 def hostile_files(folder):
     """Each file with the name of the function that is to refuse it."""
     for name, model in MODELS.items():
-        description = {"model": model, "conversions": [], "attention": {}, "modules": {}}
+        description = {"model": model, "conversions": [], "settings": {}}
         yield "load", storage.write(folder / name, {"a": torch.zeros(1)}, description)
     for make in (stride_zero, one_storage, without_storage):
         torch.save(make(), folder / make.__name__)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ecoformer
-from ecoformer.checkpoints.describe import difference, structure
+from ecoformer.checkpoints.describe import difference, settings_of
 
 timm = pytest.importorskip("timm")
 
@@ -38,13 +38,13 @@ def with_settings(**settings):
 
 
 def test_dicts_of_plain_values_count():
-    ours = structure(with_settings(sizes=(1, 2)))
-    assert difference(ours, structure(with_settings(sizes=[1, 2]))) is None, "as JSON gives it back"
-    assert "settings" in difference(ours, structure(with_settings(sizes=(1, 3))))
+    ours = settings_of(with_settings(sizes=(1, 2)))
+    assert difference(ours, settings_of(with_settings(sizes=[1, 2]))) is None, "as JSON gives it back"
+    assert "settings" in difference(ours, settings_of(with_settings(sizes=(1, 3))))
     unlike = nn.Linear(1, 1)
     unlike.settings = {1: 2}
     for other in (with_settings(hook=print), unlike):
-        assert "settings" not in structure(other)[""]
+        assert "settings" not in settings_of(other)[""]
 
 
 def test_where_a_model_came_from_is_no_part_of_it(tmp_path):

@@ -14,7 +14,7 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 
 
 def description(**model):
-    return {"model": model, "conversions": [], "attention": {}, "modules": {}}
+    return {"model": model, "conversions": [], "settings": {}}
 
 
 def refused(path, *args):
