@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ecoformer.arguments import one_line
 from ecoformer.checkpoints import CheckpointError, folders, load, load_official
+from ecoformer.checkpoints.limits import check_images
 from ecoformer.storage import blaming
 from ecoformer.third_party import check_timm_name, import_library, import_timm
 
@@ -46,6 +47,7 @@ class Source:
     def images(self) -> Callable[[Any], Tensor] | None:
         """How the model in the folder wants a PIL image to be prepared, if it says so."""
         processor = self._prepare("ImageProcessor", _IMAGES)
+        check_images(processor.to_dict() if processor else {}, _IMAGES)
         return processor and (lambda image: processor(image, return_tensors="pt")["pixel_values"][0])
 
     def _prepare(self, kind: str, *files: str) -> Any:
