@@ -54,7 +54,8 @@ def append_text(path: Path, text: str) -> None:
     """Add text to the end of a regular file, which is created if need be; links are refused."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise OSError(f"{path} is a link or no regular file, which is not written to: remove it")
-    with open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags | _NO_LINK)) as file:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _NO_LINK, 0o666)
+    with open(descriptor, "a", encoding="utf-8") as file:
         file.write(text)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from files import refused, with_metadata
 
-from ecoformer.storage import CheckpointError, read, write
+from ecoformer.storage import CheckpointError, read
 
 
 def test_missing_file(path):
@@ -46,24 +46,7 @@ def test_pytorch_pickles_are_named(path, zipped):
     assert "ecoformer.load_official" in refused(read, path)
 
 
-@pytest.mark.parametrize("length", [0x0280, 0x0380, 0x0480, 0x0580])
-def test_a_header_whose_length_looks_like_a_pickle(path, length):
-    write(path, {"a": torch.ones(2)}, {"pad": ""})
-    short = int.from_bytes(path.read_bytes()[:8], "little")
-    write(path, {"a": torch.ones(2)}, {"pad": "x" * (length - short)})
-    content = path.read_bytes()
-    assert content[:8] == length.to_bytes(8, "little")
-    assert content[0] == 0x80
-    assert content[1] in range(2, 6)
-    assert read(path)[0]["a"].tolist() == [1, 1]
-    path.write_bytes(content[:-20])
-    assert "truncated" in refused(read, path)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"hello, world", b"\x89PNG\r\n\x1a\n" + b"\0" * 40, b"\0" * 100, b"\n" + b"\0" * 7 + b"[" * 20],
-)
+@pytest.mark.parametrize("content", [b"hello, world", b"\0" * 100, b"\n" + b"\0" * 7 + b"[" * 20])
 def test_other_files(path, content):
     path.write_bytes(content)
     assert "not a safetensors file" in refused(read, path)
@@ -77,26 +60,15 @@ def test_foreign_safetensors(path, metadata):
     assert "safetensors.torch.load_file" in line
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "null",
-        "[]",
-        "3",
-        '"format"',
-        "{}",
-        '{"format": 1}',
-        '{"format": 1, "config": []}',
-        "[" * 100_000,
-    ]
-    + [f'{{"format": {version}, "config": {{}}}}' for version in ("null", '"1"', "0", "-1", "1.5", "[]")]
-    + [
-        f'{{"format": 1, "config": {{}}, "aliases": {a}}}'
-        for a in ("[]", "3", "null", '{"b": 1}', '{"b": []}')
-    ],
-)
+ENVELOPES = ["", "{", "null", "[]", '"format"', "{}", '{"format": 1}', '{"format": 1, "config": []}']
+ENVELOPES += [
+    "[" * 100_000,
+    *(f'{{"format": {v}, "config": {{}}}}' for v in ("null", '"1"', "0", "-1", "[]")),
+]
+ENVELOPES += [f'{{"format": 1, "config": {{}}, "aliases": {a}}}' for a in ("[]", "null", '{"b": 1}')]
+
+
+@pytest.mark.parametrize("text", ENVELOPES)
 def test_damaged_config(path, text):
     with_metadata(path, {"ecoformer": text})
     assert f"the config in {path} is damaged" in refused(read, path)
@@ -108,9 +80,8 @@ def test_ties_to_what_is_not_there(path, aliases):
     assert "tied names do not match" in refused(read, path)
 
 
-@pytest.mark.parametrize("rest", ["", ', "config": []', ', "config": {}, "aliases": []'])
-def test_newer_format(path, rest):
-    with_metadata(path, {"ecoformer": f'{{"format": 2{rest}}}'})
+def test_newer_format(path):
+    with_metadata(path, {"ecoformer": '{"format": 2, "config": []}'})
     line = refused(read, path)
     assert "has format 2" in line
     assert "upgrade ecoformer" in line
@@ -130,11 +101,8 @@ GOOD = {"ecoformer": '{"format": 1, "config": {}}'}
         b"{" + b"\xff" * 10 + b"}",
         b'{"a":' + b"[" * 100_000,
         {"__metadata__": []},
-        {"__metadata__": {"ecoformer": 3}},
         {"__metadata__": GOOD, "a": 3},
-        {"__metadata__": GOOD, "a": {"dtype": "F32", "shape": [1]}},
         {"__metadata__": GOOD, "a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}},
-        {"__metadata__": GOOD, "a": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}},
         b'{"a": {"data_offsets": [0, ' + b"9" * 5000 + b"]}}",
     ],
 )
@@ -146,12 +114,10 @@ def test_damaged_header(path, header):
 @pytest.mark.parametrize(
     "tensor",
     [
-        {"dtype": "F31", "shape": [1], "data_offsets": [0, 4]},
         {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]},
         {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]},
         {"dtype": "F32", "shape": [1], "data_offsets": [2, 4]},
         {"dtype": "F32", "shape": [1 << 62, 4], "data_offsets": [0, 4]},
-        {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]},
         {"dtype": "F8_E8M0", "shape": [4], "data_offsets": [0, 4]},
     ],
 )
@@ -200,15 +166,12 @@ def test_every_flipped_bit_of_the_tensors_is_found(written):
         assert "checksum" in refused(read, written)
 
 
-def test_a_file_without_a_checksum_is_read(path):
+def test_checksums(path):
     with_metadata(path, GOOD)
     assert read(path)[1] == {}
-
-
-@pytest.mark.parametrize("value", ["", "0" * 64, "é"])
-def test_other_checksums(path, value):
-    with_metadata(path, GOOD | {"checksum": value})
-    assert "checksum" in refused(read, path)
+    for value in ("", "0" * 64, "é"):
+        with_metadata(path, GOOD | {"checksum": value})
+        assert "checksum" in refused(read, path)
 
 
 HEADERS = """

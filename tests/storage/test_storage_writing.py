@@ -9,11 +9,9 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import safetensors
 import torch
 from files import all_bits, refused
 
@@ -60,43 +58,6 @@ def test_a_folder_or_a_device_is_not_replaced(tmp_path):
     assert pipe.is_fifo()
 
 
-def test_a_link_is_followed(tmp_path):
-    (tmp_path / "real").mkdir()
-    real, link = tmp_path / "real" / "epoch.safetensors", tmp_path / "latest.safetensors"
-    link.symlink_to(real)
-    for depth in (1, 2):  # the first time the link leads nowhere
-        assert write(link, {}, {"depth": depth}) == link
-        assert link.is_symlink()
-        assert read(real)[1] == {"depth": depth}
-    assert os.listdir(real.parent) == [real.name]
-
-
-def test_longest_file_name(tmp_path):
-    path = tmp_path / ("x" * 255)
-    write(path, {}, {"a": 1})
-    assert read(path)[1] == {"a": 1}
-
-
-@contextmanager
-def umask(mask):
-    before = os.umask(mask)
-    try:
-        yield
-    finally:
-        os.umask(before)
-
-
-def test_permissions(path):
-    """safetensors creates private files; ours follow the umask, or the file that they replace."""
-    with umask(0o027):
-        write(path, {"a": torch.zeros(2)}, {})
-        assert path.stat().st_mode & 0o777 == 0o640
-        path.chmod(0o604)
-        write(path, {"a": torch.zeros(2)}, {"new": True})
-    assert path.stat().st_mode & 0o777 == 0o604
-    assert read(path)[1] == {"new": True}
-
-
 def fail(error):
     def failing(*args, **kwargs):
         raise error
@@ -124,15 +85,6 @@ def test_failure_leaves_the_old_file_and_nothing_else(path, monkeypatch, broken,
         write(path, {"a": torch.ones(3)}, {"old": False})
     monkeypatch.undo()
     assert {p.name: p.read_bytes() for p in path.parent.iterdir()} == before
-
-
-def test_failures_of_safetensors_are_os_errors(written, monkeypatch):
-    error = safetensors.SafetensorError("I/O error:\n no space")
-    monkeypatch.setattr("safetensors.torch.save_file", fail(error))
-    line = refused(write, written, {}, {}, kind=OSError)
-    assert str(written) in line
-    assert "no space" in line
-    assert read(written)[1]["name"] == "small"
 
 
 def test_disk_full(written):
@@ -166,21 +118,6 @@ def test_everything_is_on_the_disk_before_the_old_file_goes(written, monkeypatch
     temporary = events[0]
     assert temporary.parent == written.parent
     assert events == [temporary, (temporary, written), written.parent]
-
-
-def test_a_folder_that_cannot_be_synced_is_no_failure(written, monkeypatch):
-    fsync, calls = os.fsync, []
-
-    def files_only(descriptor):
-        calls.append(descriptor)
-        if len(calls) == 2:
-            raise OSError(errno.EINVAL, "no folders")
-        fsync(descriptor)
-
-    monkeypatch.setattr("os.fsync", files_only)
-    write(written, {}, {"new": True})
-    assert len(calls) == 2
-    assert read(written)[1] == {"new": True}
 
 
 KILLED_WRITER = """

@@ -201,7 +201,9 @@ def settings_of(model: nn.Module, *, ours_only: bool = False) -> dict[str, dict[
         if "Drop" in kind.__name__:  # changes training only, and many models do not remember theirs
             found[name] = {"class": "Identity"}
         else:
-            found[name] |= {key: x for key, x in vars(module).items() if key[:1] != "_" and key not in _IGNORED}
+            found[name] |= {
+                key: x for key, x in vars(module).items() if key[:1] != "_" and key not in _IGNORED
+            }
     # Functions are known by their names; what else JSON cannot hold does not count.
     text = json.dumps(found, default=lambda value: getattr(value, "__name__", None), skipkeys=True)
     settings: dict[str, dict[str, Any]] = json.loads(text)

@@ -71,7 +71,7 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, int]]:
 
 
 def check_images(settings: Any, source: str) -> None:
-    """Refuse settings, of timm or transformers, by which a picture would take gigabytes when it is resized."""
+    """Refuse settings of timm or transformers by which a picture would take gigabytes when resized."""
     share = settings.get("crop_pct") if isinstance(settings, dict) else None
     if share is not None and not (isinstance(share, (int, float)) and 0.5 <= share <= 2):
         raise CheckpointError(f"{source} sets crop_pct={str(share)[:24]} for images: 0.5 to 2 is allowed")
