@@ -57,13 +57,6 @@ def test_other_precision_is_fine(dtype):
     assert torch.equal(model.weight, tensors["weight"].float())
 
 
-def test_nan_is_loaded():
-    model = nn.Linear(2, 1)
-    tensors = {"weight": torch.tensor([[torch.nan, torch.inf]]), "bias": torch.tensor([-torch.nan])}
-    load_into(model, tensors, source="x")
-    assert all_bits(model.state_dict()) == all_bits(tensors)
-
-
 BAD = {
     "missing": (lambda t: t.pop("linear.weight"), r"1 missing \('linear.weight'\)"),
     "unexpected": (lambda t: t.update(extra=torch.zeros(1)), r"1 unexpected \('extra'\)"),
@@ -93,13 +86,6 @@ def test_a_load_that_fails_leaves_the_model_untouched(case):
     assert torch.equal(model.hasher(tokens), codes)
 
 
-def test_a_model_on_the_meta_device_is_refused():
-    tensors = nn.Linear(3, 4).state_dict()
-    assert "Linear is on the meta device" in refused(
-        load_into, nn.Linear(3, 4, device="meta"), tensors, source="x"
-    )
-
-
 def test_fit_is_checked_without_numbers():
     """Of a model on the meta device, whose tensors have no addresses to tell them apart by."""
     model = nn.Sequential(nn.Linear(3, 3), Tied(), nn.Linear(3, 3))
@@ -109,25 +95,12 @@ def test_fit_is_checked_without_numbers():
         bare = nn.Sequential(nn.Linear(3, 3), Tied(), nn.Linear(3, 3))
     for fits in (bare, model):
         check_fit(fits, tensors, source="x")
+    assert "Sequential is on the meta device" in refused(load_into, bare, tensors, source="x")
     tensors["1.head.weight"] += 1
-    tensors["2.bias"] += 1
     for torn in (bare, model):
-        line = refused(check_fit, torn, tensors, source="x")
+        line = refused(load_into, torn, tensors, source="x")
         assert "1 tied in the model but not here ('1.embed.weight' and '1.head.weight')" in line
-    del tensors["0.weight"]
-    assert "x does not fit Sequential: 1 missing ('0.weight')" in refused(
-        check_fit, bare, tensors, source="x"
-    )
     assert all_bits(model.state_dict()) == before
-
-
-def test_tied_weights(path):
-    source, model = Tied(), Tied()
-    write(path, source.state_dict(), {})
-    tensors = read(path)[0]
-    load_into(model, tensors, source="x")
-    assert torch.equal(model.head.weight, source.head.weight)
-    assert model.head.weight is model.embed.weight
 
 
 def test_tied_weights_given_as_equal_copies():
@@ -135,14 +108,7 @@ def test_tied_weights_given_as_equal_copies():
     tensors = {name: torch.full_like(x, torch.nan) for name, x in model.state_dict().items()}
     load_into(model, tensors, source="x")
     assert all(x.isnan().all() for x in model.state_dict().values())
-
-
-def test_untied_weights_do_not_overwrite_each_other():
-    model, tensors = Tied(), {"embed.weight": torch.ones(5, 3), "head.weight": torch.zeros(5, 3)}
-    before = all_bits(model.state_dict())
-    line = refused(load_into, model, tensors, source="x")
-    assert "1 tied in the model but not here ('embed.weight' and 'head.weight')" in line
-    assert all_bits(model.state_dict()) == before
+    assert model.head.weight is model.embed.weight
 
 
 class Counting(nn.Module):

@@ -30,15 +30,8 @@ _OURS = {
 }
 _IMAGES = ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std")
 """timm's settings of how a model's images are prepared."""
-_NEVER = {
-    "pretrained",
-    "pretrained_cfg",
-    "pretrained_cfg_overlay",
-    "checkpoint_path",
-    "cache_dir",
-    "auto_map",
-    "transformers_weights",
-}
+_NEVER = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
+_NEVER |= {"auto_map", "transformers_weights"}
 """Arguments that make a library open other files or import code."""
 _ELSEWHERE = ("hf-hub:", "hf_hub:", "local-dir:", "http:", "https:")
 _IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention")
@@ -197,13 +190,9 @@ def settings_of(model: nn.Module, *, ours_only: bool = False) -> dict[str, dict[
         kind = type(module)
         if ours_only and not (name and kind.__module__.startswith("ecoformer.")):
             continue
-        found[name] = {"class": kind.__qualname__}
-        if "Drop" in kind.__name__:  # changes training only, and many models do not remember theirs
-            found[name] = {"class": "Identity"}
-        else:
-            found[name] |= {
-                key: x for key, x in vars(module).items() if key[:1] != "_" and key not in _IGNORED
-            }
+        known = {key: x for key, x in vars(module).items() if key[:1] != "_" and key not in _IGNORED}
+        # Dropout changes training only, and many models do not remember theirs.
+        found[name] = {"class": "Identity"} if "Drop" in kind.__name__ else known | {"class": kind.__qualname__}
     # Functions are known by their names; what else JSON cannot hold does not count.
     text = json.dumps(found, default=lambda value: getattr(value, "__name__", None), skipkeys=True)
     settings: dict[str, dict[str, Any]] = json.loads(text)
