@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import released
@@ -14,7 +13,6 @@ import torch
 
 import ecoformer
 from ecoformer import CheckpointError, load_official, storage
-from ecoformer.checkpoints import limits
 from ecoformer.models.text import TextEncoder
 
 pytest.importorskip("timm")
@@ -36,21 +34,12 @@ def bert(cls="BertModel", **config):
     return {"library": "transformers", "name": cls, "config": BERT | config}
 
 
-def performer(features, **arguments):
-    return text(attention="performer", attention_config={"features": features}, **arguments)
-
-
 MODELS = {
     "width beyond 2^63 bytes": text(length=10**7, dim=10**12, attention="softmax", num_heads=1),
-    "4.9 GB before an overflow on meta": text(vocabulary=19_000_000, length=10**18),
     "overflow on meta": timm("vit_tiny_patch16_224", embed_dim=3 * 10**13),
-    "a number with many digits": text(length=10**1000),
-    "depths": timm("pvt_v2_b0", depths=[10**5] * 4),
     "depths, in sum": timm("pvt_v2_b0", depths=[16_000] * 10_000),
-    "layers, fewer": bert(num_hidden_layers=16_000, hidden_size=16_000),
     "labels": bert("BertForSequenceClassification", num_labels=HUGE),
     "depth, less": text(depth=16_000, attention="eco"),
-    "features, fewer": performer(16_000, dim=16_000, num_heads=1),
     "bits": text(attention="klsh_eco", attention_config={"bits": 16_000, "support": 16_000}, dim=10_000),
     "a ratio": timm("vit_tiny_patch16_224", mlp_ratio=1e300),
     "images": timm("ecoformer_pvt_v2_b0", img_size=16_000, attention="linformer"),
@@ -135,19 +124,6 @@ def test_folders_of_transformers(config, tmp_path):
             ecoformer.load(tmp_path)
 
 
-def test_what_is_built_elsewhere_meanwhile_does_not_count(tmp_path):
-    """The limit holds for the loading thread alone, and is gone afterwards."""
-    path = ecoformer.save(TextEncoder(length=8, depth=1), tmp_path / "x")
-    large = lambda: torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3000)))  # noqa: E731
-    with limits.within(limits.Held(0, 0, 0), "x"):
-        with ThreadPoolExecutor() as pool:
-            pool.submit(large).result()
-        with pytest.raises(CheckpointError):
-            large()
-    large()
-    ecoformer.load(path)
-
-
 def large_state():
     """A released model of 10^9 classes whose tensors lie in a few bytes."""
     state = released.state_dict("pvt_v2_b0", num_classes=7, seed=1, depths=(1, 1, 1, 1))
@@ -178,10 +154,7 @@ def deflated(path, state):
     """The same archive, compressed."""
     content = io.BytesIO()
     torch.save(state, content)
-    with (
-        zipfile.ZipFile(content) as old,
-        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as new,
-    ):
+    with zipfile.ZipFile(content) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
         for record in old.infolist():
             new.writestr(record.filename, old.read(record))
 
