@@ -106,11 +106,11 @@ def check_description(description: dict[str, Any], source: str) -> None:
         raise CheckpointError(f"{source} was not written by ecoformer.save")
     records, layers = description.get("conversions"), description.get("quantized", [])
     parts = [built.get(part, {}) for part in ("arguments", "config", "images")]
-    sound = isinstance(records, list) and isinstance(layers, list) and all(isinstance(n, str) for n in layers)
     dicts = [*parts, description.get("settings")]
-    if sound:
-        dicts += [record.get("layers") if isinstance(record, dict) else None for record in records]
-    if not sound or not all(isinstance(part, dict) for part in dicts):
+    for record in records if isinstance(records, list) else [None]:
+        dicts.append(record.get("layers") if isinstance(record, dict) else None)
+    named = isinstance(layers, list) and all(isinstance(name, str) for name in layers)
+    if not named or not all(isinstance(part, dict) for part in dicts):
         raise CheckpointError(f"{source} is damaged: its description is not what ecoformer.save writes")
     foreign_attention = built.get("attention") not in _IMPLEMENTATIONS
     if ":" in built["name"] or foreign_attention or any(map(leads_elsewhere, parts)):
@@ -191,8 +191,9 @@ def settings_of(model: nn.Module, *, ours_only: bool = False) -> dict[str, dict[
         if ours_only and not (name and kind.__module__.startswith("ecoformer.")):
             continue
         known = {key: x for key, x in vars(module).items() if key[:1] != "_" and key not in _IGNORED}
-        # Dropout changes training only, and many models do not remember theirs.
-        found[name] = {"class": "Identity"} if "Drop" in kind.__name__ else known | {"class": kind.__qualname__}
+        found[name] = known | {"class": kind.__qualname__}
+        if "Drop" in kind.__name__:  # changes training only, and many models do not remember theirs
+            found[name] = {"class": "Identity"}
     # Functions are known by their names; what else JSON cannot hold does not count.
     text = json.dumps(found, default=lambda value: getattr(value, "__name__", None), skipkeys=True)
     settings: dict[str, dict[str, Any]] = json.loads(text)
