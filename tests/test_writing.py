@@ -10,13 +10,24 @@ import pytest
 from ecoformer import files
 
 
-def test_a_link_is_replaced_and_its_target_stays(tmp_path):
+def draw(path, text):
+    pytest.importorskip("matplotlib")
+    from ecoformer.report import figures
+
+    figures.save(figures.new_figure(1, 1), path)
+
+
+@pytest.mark.parametrize("write", [files.replace_text, draw])
+@pytest.mark.parametrize("target", ["target", "nothing"])
+def test_a_link_is_replaced_and_its_target_stays(write, target, tmp_path):
     (tmp_path / "target").write_text("mine")
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    files.replace_text(tmp_path / "link", "new")
+    link = tmp_path / "link.svg"
+    link.symlink_to(tmp_path / target)
+    write(link, "new")
     assert (tmp_path / "target").read_text() == "mine"
-    assert not (tmp_path / "link").is_symlink()
-    assert (tmp_path / "link").read_text() == "new"
+    assert not (tmp_path / "nothing").exists()
+    assert not link.is_symlink()
+    assert link.read_text().startswith(("new", "<?xml"))
 
 
 def test_a_guessed_temporary_name_is_not_followed(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,22 +17,24 @@ _NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has no such flag
 def replacing(path: Path) -> Iterator[Path]:
     """Give a new, empty file beside `path`, which takes the place of `path` when the block succeeds.
 
-    The new file has a random name and is created exclusively. A link at `path` is replaced, not followed. An
-    existing file keeps its permissions, a new one follows the umask. After an error nothing is left.
+    A link at `path` is replaced, not followed. An existing file keeps its permissions, a new one follows the
+    umask. After an error nothing is left.
     """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} for {path.name}: create it first")
+    if path.exists() and not path.is_file():
+        raise IsADirectoryError(f"{path} is a folder or a device: pass the path of a regular file")
     temporary = path.with_name(TEMPORARY.replace("*", secrets.token_hex(8)))
     try:
-        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | _NO_LINK, 0o666)
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
     try:
-        mode = os.fstat(descriptor).st_mode
+        kept = path.is_file() and not path.is_symlink()
+        mode = os.stat(path).st_mode if kept else os.fstat(descriptor).st_mode
         os.close(descriptor)
-        with suppress(FileNotFoundError):
-            existing = os.lstat(path).st_mode
-            mode = existing if stat.S_ISREG(existing) else mode
         yield temporary
-        os.chmod(temporary, stat.S_IMODE(mode) & 0o777)
+        os.chmod(temporary, mode & 0o777)
         to_disk(temporary)
         os.replace(temporary, path)
     finally:
@@ -51,12 +52,10 @@ def replace_text(path: Path, text: str) -> None:
 
 def append_text(path: Path, text: str) -> None:
     """Add text to the end of a regular file, which is created if need be; links are refused."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | _NO_LINK | getattr(os, "O_NONBLOCK", 0)
-    if path.is_symlink():
-        raise OSError(f"{path} is a link, which is not written through: replace it by a regular file")
-    with os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{path} is not a regular file: remove it")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise OSError(f"{path} is a link or no regular file, which is not written to: remove it")
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _NO_LINK, 0o666)
+    with open(descriptor, "a", encoding="utf-8") as file:
         file.write(text)
 
 

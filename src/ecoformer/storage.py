@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import os
-import stat
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
@@ -47,8 +46,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], config: M
     """Write tensors and config to a safetensors file, which appears complete or stays as it was.
 
     Args:
-        path: the file; its folder must exist. A link is followed. A new file follows the umask, an existing
-            one keeps its permissions.
+        path: the file; its folder must exist. A link is replaced, not followed.
         tensors: dense, on any device. Tied tensors (the same memory) are stored once and are tied again when
             read; other views of shared memory are stored as copies.
         config: what JSON can hold. Tuples become lists, keys become strings.
@@ -59,20 +57,16 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], config: M
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    target = Path(os.path.realpath(path))
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {target.parent} for {target.name}: create it first")
-    if target.exists() and not target.is_file():
-        raise IsADirectoryError(f"{target} is a folder or a device: pass the path of a regular file")
+    path = Path(path)
     stored, aliases = _without_aliases(dict(tensors))
     text = as_json({"format": FORMAT, "config": dict(config), "aliases": aliases})
     metadata = {"format": "pt", _CONFIG: text, _CHECKSUM: _checksum(text, stored)}
-    with replacing(target) as temporary:
+    with replacing(path) as temporary:
         try:
             save_file(stored, temporary, metadata=metadata)
         except SafetensorError as error:
-            raise OSError(f"could not write {target}: {one_line(error)}") from error
-    return Path(path)
+            raise OSError(f"could not write {path}: {one_line(error)}") from error
+    return path
 
 
 def as_json(config: Mapping[str, Any]) -> str:
@@ -113,13 +107,12 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
 
 def open_regular(path: str) -> BinaryIO:
     """Open a regular file for reading; opening a pipe would wait forever."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise CheckpointError(f"{path} is a folder or a device: pass the path of a checkpoint file")
     try:
-        regular = stat.S_ISREG(os.stat(path).st_mode)
+        return open(path, "rb")
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no file {path}") from None
-    if not regular:
-        raise CheckpointError(f"{path} is a folder or a device: pass the path of a checkpoint file")
-    return open(path, "rb")
 
 
 def load_into(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
@@ -163,7 +156,7 @@ def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -
             found["of another shape"].append(f"{name!r} {tuple(theirs.shape)} instead of {tuple(ours.shape)}")
         elif _kind(theirs) != _kind(ours):
             found["of another kind of number"].append(f"{name!r} {theirs.dtype} instead of {ours.dtype}")
-        elif not _same(tensors[other := first.setdefault(_identity(name, ours), name)], theirs):
+        elif not _same(tensors[other := first.setdefault(identity(name, ours), name)], theirs):
             found["tied in the model but not here"].append(f"{other!r} and {name!r}")
     found["unexpected"] = [repr(name) for name in tensors if name not in state]
     problems = [
@@ -183,7 +176,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a is b or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _identity(name: str, tensor: Tensor) -> Hashable:
+def identity(name: str, tensor: Tensor) -> Hashable:
     """Equal for tensors that are the same numbers in the same memory; empty ones all lie at address 0."""
     if tensor.numel() == 0:
         return name
@@ -203,8 +196,7 @@ def _without_aliases(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dic
         dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
         if not dense or tensor.is_complex() or tensor.is_quantized:
             raise CheckpointError(f"{name!r} is not a dense bool, int or float tensor with data")
-        original = first.setdefault(_identity(name, tensor), name)
-        if original != name:
+        if (original := first.setdefault(identity(name, tensor), name)) != name:
             aliases[name] = original
             continue
         ready = tensor.detach().cpu().resolve_neg().contiguous()
@@ -233,10 +225,10 @@ def _end_of_header(file: BinaryIO, source: str) -> int:
     start = file.read(9)
     end = 8 + int.from_bytes(start[:8], "little")
     if start[8:] != b"{" or end > size:
-        hint = ""
-        if start.startswith(b"PK\x03\x04") or (start[:1] == b"\x80" and start[1:2] <= b"\x05"):
-            hint = ". For a PyTorch pickle, use ecoformer.load_official or torch.load(weights_only=True)"
-        raise CheckpointError(f"{source} is not a safetensors file, or is truncated{hint}")
+        raise CheckpointError(
+            f"{source} is not a safetensors file, or is truncated; for a pickle of PyTorch, use "
+            "ecoformer.load_official or torch.load(weights_only=True)"
+        )
     if end > max(1 << 23, size // 8):
         raise CheckpointError(f"{source} is damaged: {end} of its {size} bytes are header")
     return end
@@ -244,7 +236,7 @@ def _end_of_header(file: BinaryIO, source: str) -> int:
 
 def _open_envelope(text: str, source: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The config, and {name: stored name} of tied tensors."""
-    try:
+    with blaming(f"the config in {source} is damaged", CheckpointError, MemoryError):
         envelope = json.loads(text)
         version, config, aliases = envelope["format"], envelope.get("config"), envelope.get("aliases", {})
         if type(version) is int and version > FORMAT:
@@ -254,8 +246,4 @@ def _open_envelope(text: str, source: str) -> tuple[dict[str, Any], dict[str, st
         sound = version == FORMAT and isinstance(config, dict)
         if not sound or not all(isinstance(name, str) for name in aliases.values()):
             raise ValueError(f"it does not have format {FORMAT}")
-    except CheckpointError:
-        raise
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"the config in {source} is damaged: {one_line(error)}") from error
     return config, aliases

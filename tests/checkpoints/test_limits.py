@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import released
@@ -14,7 +13,6 @@ import torch
 
 import ecoformer
 from ecoformer import CheckpointError, load_official, storage
-from ecoformer.checkpoints import limits
 from ecoformer.models.text import TextEncoder
 
 pytest.importorskip("timm")
@@ -36,25 +34,12 @@ def bert(cls="BertModel", **config):
     return {"library": "transformers", "name": cls, "config": BERT | config}
 
 
-def performer(features, **arguments):
-    return text(attention="performer", attention_config={"features": features}, **arguments)
-
-
 MODELS = {
     "width beyond 2^63 bytes": text(length=10**7, dim=10**12, attention="softmax", num_heads=1),
-    "4.9 GB before an overflow on meta": text(vocabulary=19_000_000, length=10**18),
     "overflow on meta": timm("vit_tiny_patch16_224", embed_dim=3 * 10**13),
-    "a number with many digits": text(length=10**1000),
-    "depths": timm("pvt_v2_b0", depths=[10**5] * 4),
     "depths, in sum": timm("pvt_v2_b0", depths=[16_000] * 10_000),
-    "depths, fewer": timm("pvt_v2_b0", depths=[4_000] * 4),
-    "layers": bert(num_hidden_layers=HUGE),
-    "layers, fewer": bert(num_hidden_layers=16_000, hidden_size=16_000),
     "labels": bert("BertForSequenceClassification", num_labels=HUGE),
-    "depth": text(depth=10**8, attention="softmax"),
     "depth, less": text(depth=16_000, attention="eco"),
-    "features": performer(10**8),
-    "features, fewer": performer(16_000, dim=16_000, num_heads=1),
     "bits": text(attention="klsh_eco", attention_config={"bits": 16_000, "support": 16_000}, dim=10_000),
     "a ratio": timm("vit_tiny_patch16_224", mlp_ratio=1e300),
     "images": timm("ecoformer_pvt_v2_b0", img_size=16_000, attention="linformer"),
@@ -89,7 +74,7 @@ for line in sys.stdin:
 
 def test_tensors_must_be_large_to_allow_large_numbers(tmp_path):
     """An empty tensor of a large shape holds nothing, so it allows nothing."""
-    description = {"model": text(depth=10**8), "conversions": [], "attention": {}, "modules": {}}
+    description = {"model": text(depth=10**8), "conversions": [], "settings": {}}
     path = storage.write(tmp_path / "x", {"a": torch.zeros(10**12, 0)}, description)
     with pytest.raises(CheckpointError, match="depth"):
         ecoformer.load(path)
@@ -102,8 +87,6 @@ def test_what_load_would_refuse_is_not_saved(tmp_path):
     with pytest.raises(CheckpointError, match="length=20000"):
         ecoformer.save(narrow.half(), tmp_path / "x")
     assert not list(tmp_path.iterdir())
-    path = ecoformer.save(narrow, tmp_path / "x", standalone=False)
-    assert ecoformer.load(path, narrow) is narrow
 
 
 @pytest.mark.parametrize(
@@ -141,19 +124,6 @@ def test_folders_of_transformers(config, tmp_path):
             ecoformer.load(tmp_path)
 
 
-def test_what_is_built_elsewhere_meanwhile_does_not_count(tmp_path):
-    """The limit holds for the loading thread alone, and is gone afterwards."""
-    path = ecoformer.save(TextEncoder(length=8, depth=1), tmp_path / "x")
-    large = lambda: torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3000)))  # noqa: E731
-    with limits.within(limits.Held(0, 0, 0), "x"):
-        with ThreadPoolExecutor() as pool:
-            pool.submit(large).result()
-        with pytest.raises(CheckpointError):
-            large()
-    large()
-    ecoformer.load(path)
-
-
 def large_state():
     """A released model of 10^9 classes whose tensors lie in a few bytes."""
     state = released.state_dict("pvt_v2_b0", num_classes=7, seed=1, depths=(1, 1, 1, 1))
@@ -184,10 +154,7 @@ def deflated(path, state):
     """The same archive, compressed."""
     content = io.BytesIO()
     torch.save(state, content)
-    with (
-        zipfile.ZipFile(content) as old,
-        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as new,
-    ):
+    with zipfile.ZipFile(content) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
         for record in old.infolist():
             new.writestr(record.filename, old.read(record))
 
@@ -195,8 +162,14 @@ def deflated(path, state):
 def hostile_files(folder):
     """Each file with the name of the function that is to refuse it."""
     for name, model in MODELS.items():
-        description = {"model": model, "conversions": [], "attention": {}, "modules": {}}
+        description = {"model": model, "conversions": [], "settings": {}}
         yield "load", storage.write(folder / name, {"a": torch.zeros(1)}, description)
+    sizes = {"dim": 256, "hidden": 1024, "depth": 200, "attention": "softmax"}
+    with torch.device("meta"):
+        names = TextEncoder(**sizes).state_dict()
+    shared = {x.shape: torch.zeros(x.shape) for x in names.values()}
+    description = {"model": text(**sizes), "conversions": [], "settings": {}}
+    yield "load", storage.write(folder / "tied", {k: shared[x.shape] for k, x in names.items()}, description)
     for make in (stride_zero, one_storage, without_storage):
         torch.save(make(), folder / make.__name__)
         yield "load_official", folder / make.__name__
@@ -220,29 +193,16 @@ def test_small_files_take_little_memory_and_time(tmp_path):
         assert seconds < 10, path.name
 
 
-def of_another_kind(change):
-    state = released.state_dict("pvt_v2_b0", num_classes=7, seed=1, depths=(1, 1, 1, 1))
-    return state | {"head.weight": change(state["head.weight"])}
-
-
-def many_bits():
-    return released.state_dict("pvt_v2_b0", num_classes=7, seed=1, depths=(1, 1, 1, 1), bits=200)
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        lambda: of_another_kind(lambda x: x.to_sparse()),
-        lambda: of_another_kind(lambda x: x.to("meta")),
-        lambda: of_another_kind(lambda x: x.to(torch.float8_e4m3fn)),
-        many_bits,
-    ],
-    ids=["sparse", "meta", "float8", "bits"],
-)
 @pytest.mark.parametrize("as_file", [True, False], ids=["file", "dict"])
-def test_released_tensors_of_other_kinds(state, as_file, tmp_path):
+@pytest.mark.parametrize("kind", ["sparse", "meta", "float8", "bits"])
+def test_released_tensors_of_other_kinds(kind, as_file, tmp_path):
     """Loaded, or refused with the documented error."""
-    source = state()
+    sizes = {"num_classes": 7, "seed": 1, "depths": (1, 1, 1, 1)} | ({"bits": 200} if kind == "bits" else {})
+    source = released.state_dict("pvt_v2_b0", **sizes)
+    x = source["head.weight"]
+    if kind != "bits":
+        odd = {"sparse": x.to_sparse(), "meta": x.to("meta"), "float8": x.to(torch.float8_e4m3fn)}[kind]
+        source["head.weight"] = odd
     if as_file:
         torch.save(source, tmp_path / "x")
         source = tmp_path / "x"

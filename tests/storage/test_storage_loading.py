@@ -9,15 +9,8 @@ import torch
 from files import all_bits, refused
 from torch import nn
 
-from ecoformer import (
-    FitOptions,
-    KernelHasher,
-    create_attention,
-    fit_hashers,
-    hashers_of,
-    list_attentions,
-)
-from ecoformer.storage import as_json, check_fit, load_into, read, write
+from ecoformer import FitOptions, KernelHasher
+from ecoformer.storage import check_fit, load_into, read, write
 
 
 class Tied(nn.Module):
@@ -43,38 +36,17 @@ def fitted():
     return model
 
 
-def test_fitted_hasher_into_a_fresh_model(path):
+def test_values_are_copied_into_the_model_s_own_tensors(path):
     source, model = fitted(), Mixed()
+    before = {name: x.data_ptr() for name, x in model.state_dict().items()}
     write(path, source.state_dict(), {})
-    tokens = torch.randn(1, 2, 6, 4)
     load_into(model, read(path)[0], source=str(path))
+    assert {name: x.data_ptr() for name, x in model.state_dict().items()} == before
     assert all_bits(model.state_dict()) == all_bits(source.state_dict())
+    tokens = torch.randn(1, 2, 6, 4)
     assert torch.equal(model.hasher(tokens), source.hasher(tokens))
     load_into(model, Mixed().state_dict(), source="fresh")
     assert not model.hasher.fitted
-
-
-@pytest.mark.parametrize("name", list_attentions())
-def test_attention_gives_the_same_output(path, name):
-    needed, dtype = {"seq_len": 9} if name == "linformer" else {}, torch.bfloat16
-    source, model = (create_attention(name, dim=16, num_heads=2, **needed).to(dtype) for _ in range(2))
-    x = torch.randn(4, 9, 16, dtype=dtype)
-    if hashers_of(source):
-        fit_hashers(source, [x], options=FitOptions(steps=1), progress=False)
-    write(path, source.state_dict(), {})
-    load_into(model, read(path)[0], source=str(path))
-    assert torch.equal(model(x), source(x))
-
-
-def test_values_are_copied_into_the_model_s_own_tensors():
-    model, other = fitted(), fitted()
-    before = {name: x.data_ptr() for name, x in model.state_dict().items()}
-    parameters = list(model.parameters())
-    tensors = other.state_dict()
-    load_into(model, tensors, source="x")
-    assert {name: x.data_ptr() for name, x in model.state_dict().items()} == before
-    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    assert all_bits(model.state_dict()) == all_bits(tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -85,13 +57,6 @@ def test_other_precision_is_fine(dtype):
     assert torch.equal(model.weight, tensors["weight"].float())
 
 
-def test_nan_is_loaded():
-    model = nn.Linear(2, 1)
-    tensors = {"weight": torch.tensor([[torch.nan, torch.inf]]), "bias": torch.tensor([-torch.nan])}
-    load_into(model, tensors, source="x")
-    assert all_bits(model.state_dict()) == all_bits(tensors)
-
-
 BAD = {
     "missing": (lambda t: t.pop("linear.weight"), r"1 missing \('linear.weight'\)"),
     "unexpected": (lambda t: t.update(extra=torch.zeros(1)), r"1 unexpected \('extra'\)"),
@@ -99,15 +64,10 @@ BAD = {
         lambda t: t.update({"linear.bias": torch.zeros(5)}),
         r"1 of another shape \('linear.bias' \(5,\) instead of \(4,\)\)",
     ),
-    "broadcast": (lambda t: t.update({"linear.bias": torch.zeros(1)}), "1 of another shape"),
-    "scalar": (lambda t: t.update({"norm.num_batches_tracked": torch.zeros(1).long()}), "another shape"),
     "float for bool": (lambda t: t.update(flags=torch.ones(3)), "kind of number .'flags' torch.float32 inst"),
-    "bool for float": (lambda t: t.update({"linear.bias": torch.ones(4).bool()}), "1 of another kind"),
     "int for float": (lambda t: t.update({"linear.bias": torch.ones(4).int()}), "1 of another kind"),
     "float for int": (lambda t: t.update({"norm.num_batches_tracked": torch.tensor(3.0)}), "another kind"),
-    "int for bool": (lambda t: t.update(flags=torch.ones(3).to(torch.uint8)), "another kind"),
     "complex": (lambda t: t.update({"linear.bias": torch.ones(4).cfloat()}), "another kind"),
-    "complex for int": (lambda t: t.update({"norm.num_batches_tracked": torch.tensor(1j)}), "another kind"),
     "all": (lambda t: t.clear(), r"13 missing \('flags', 'linear.weight', 'linear.bias', \.\.\.\)"),
 }
 
@@ -126,20 +86,6 @@ def test_a_load_that_fails_leaves_the_model_untouched(case):
     assert torch.equal(model.hasher(tokens), codes)
 
 
-def test_several_differences_share_the_line():
-    tensors = {f"x{i}": torch.zeros(1) for i in range(5)} | {"bias": torch.zeros(9)}
-    line = refused(load_into, nn.Linear(3, 4), tensors, source="x")
-    assert "1 missing ('weight'); 1 of another shape ('bias'" in line
-    assert "5 unexpected ('x0', 'x1', 'x2', ...)" in line
-
-
-def test_a_model_on_the_meta_device_is_refused():
-    tensors = nn.Linear(3, 4).state_dict()
-    assert "Linear is on the meta device" in refused(
-        load_into, nn.Linear(3, 4, device="meta"), tensors, source="x"
-    )
-
-
 def test_fit_is_checked_without_numbers():
     """Of a model on the meta device, whose tensors have no addresses to tell them apart by."""
     model = nn.Sequential(nn.Linear(3, 3), Tied(), nn.Linear(3, 3))
@@ -149,56 +95,20 @@ def test_fit_is_checked_without_numbers():
         bare = nn.Sequential(nn.Linear(3, 3), Tied(), nn.Linear(3, 3))
     for fits in (bare, model):
         check_fit(fits, tensors, source="x")
+    assert "Sequential is on the meta device" in refused(load_into, bare, tensors, source="x")
     tensors["1.head.weight"] += 1
-    tensors["2.bias"] += 1
     for torn in (bare, model):
-        line = refused(check_fit, torn, tensors, source="x")
+        line = refused(load_into, torn, tensors, source="x")
         assert "1 tied in the model but not here ('1.embed.weight' and '1.head.weight')" in line
-    del tensors["0.weight"]
-    assert "x does not fit Sequential: 1 missing ('0.weight')" in refused(
-        check_fit, bare, tensors, source="x"
-    )
     assert all_bits(model.state_dict()) == before
-
-
-def test_config_is_checked_without_a_file():
-    assert as_json({"a": [1, None, {"b": (1.5, True)}]}) == '{"a": [1, null, {"b": [1.5, true]}]}'
-    assert "config" in refused(as_json, {"a": {1}}, kind=TypeError)
-
-
-def test_tied_weights(path):
-    source, model = Tied(), Tied()
-    write(path, source.state_dict(), {})
-    tensors = read(path)[0]
-    load_into(model, tensors, source="x")
-    assert torch.equal(model.head.weight, source.head.weight)
-    assert model.head.weight is model.embed.weight
-
-
-class OddlyTied(nn.Module):
-    """One number that is contiguous whatever its stride."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("a", torch.randn(4)[::2][:1])
-        self.register_buffer("b", self.a)
 
 
 def test_tied_weights_given_as_equal_copies():
-    for model in (Tied(), OddlyTied()):
-        tensors = {name: torch.full_like(x, torch.nan) for name, x in model.state_dict().items()}
-        load_into(model, tensors, source="x")
-        assert all(x.isnan().all() for x in model.state_dict().values())
-        odd = {name: x.clone().as_strided_(x.shape, x.stride()) for name, x in model.state_dict().items()}
-        load_into(model, odd, source="x")
-
-
-def test_untied_weights_do_not_overwrite_each_other():
-    model, tensors = Tied(), {"embed.weight": torch.ones(5, 3), "head.weight": torch.zeros(5, 3)}
-    before = all_bits(model.state_dict())
-    line = refused(load_into, model, tensors, source="x")
-    assert "1 tied in the model but not here ('embed.weight' and 'head.weight')" in line
-    assert all_bits(model.state_dict()) == before
+    model = Tied()
+    tensors = {name: torch.full_like(x, torch.nan) for name, x in model.state_dict().items()}
+    load_into(model, tensors, source="x")
+    assert all(x.isnan().all() for x in model.state_dict().values())
+    assert model.head.weight is model.embed.weight
 
 
 class Counting(nn.Module):
@@ -222,13 +132,8 @@ def test_extra_state(path):
     model = Counting()
     load_into(model, read(path)[0], source="x")
     assert model.steps == [3.0, 4.0]
-
-
-def test_a_module_that_refuses_late():
     tensors = Counting().state_dict() | {"_extra_state": torch.zeros(2, 2)}
-    line = refused(load_into, Counting(), tensors, source="x.safetensors")
-    assert "Counting refused x.safetensors" in line
-    assert "steps must be a list" in line
+    assert "Counting refused x.safetensors" in refused(load_into, model, tensors, source="x.safetensors")
 
 
 def test_modules_see_their_own_version():

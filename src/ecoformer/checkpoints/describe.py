@@ -1,26 +1,24 @@
 """A model as a small description that JSON can hold, and a model from its description.
 
-A description has five parts: "model" (library, name, arguments), "conversions" (what `convert` did),
-"quantized" (the layers that `quantize` gave int8 numbers), "attention" (classes and plain attributes of our
-own modules) and "modules" (the same for all modules, if no library builds the model).
+A description has four parts: "model" (library, name, arguments), "conversions" (what `convert` did),
+"quantized" (the layers that `quantize` gave int8 numbers) and "settings" (classes and settings of our own
+modules, and of all modules if no library builds the model).
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 from typing import Any
 
 import torch
 from torch import nn
 
+from ecoformer.checkpoints.limits import offline
 from ecoformer.conversion.convert import RECORD, reapply
 from ecoformer.conversion.rules import known_modules
 from ecoformer.quantization.quantize import integer_layers, requantize
 from ecoformer.storage import CheckpointError
 from ecoformer.third_party import import_library, import_timm
-
-Structure = dict[str, dict[str, Any]]
 
 ARGUMENTS = "ecoformer_arguments"
 """Attribute of a timm model: the arguments it was built with, as far as we know them."""
@@ -32,21 +30,13 @@ _OURS = {
 }
 _IMAGES = ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std")
 """timm's settings of how a model's images are prepared."""
-_NEVER = {
-    "pretrained",
-    "pretrained_cfg",
-    "pretrained_cfg_overlay",
-    "checkpoint_path",
-    "cache_dir",
-    "auto_map",
-}
+_NEVER = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
+_NEVER |= {"auto_map", "transformers_weights"}
 """Arguments that make a library open other files or import code."""
 _ELSEWHERE = ("hf-hub:", "hf_hub:", "local-dir:", "http:", "https:")
 _IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention")
 """Attention that is part of transformers; any other name may be that of code on the Hub."""
-_RATES = {"p", "drop_prob", "drop_path_rate"}
-"""Dropout changes training only, and many models do not remember theirs."""
-_IGNORED = {"training", "inplace", "img_size", "num_patches", "H", "W"}
+_IGNORED = {"training", "inplace", "img_size", "num_patches", "H", "W", "drop_path_rate"}
 _IGNORED |= {"grad_checkpointing", "gradient_checkpointing", "chunk_size_feed_forward", "name_or_path"}
 _IGNORED |= {"pretrained_cfg", "default_cfg", ARGUMENTS, "warnings_issued", "all_tied_weights_keys"}
 
@@ -63,10 +53,9 @@ def describe(
             records.append({"mechanism": record["mechanism"], "layers": layers})
     return {
         "model": built or {"library": None, "name": type(model).__name__},
-        "modules": {} if built else structure(model),
         "conversions": records,
         "quantized": integer_layers(model),
-        "attention": structure(model, ours_only=True),
+        "settings": settings_of(model, ours_only=built is not None),
     }
 
 
@@ -115,14 +104,13 @@ def check_description(description: dict[str, Any], source: str) -> None:
     built = description.get("model")
     if not isinstance(built, dict) or not isinstance(built.get("name"), str) or "library" not in built:
         raise CheckpointError(f"{source} was not written by ecoformer.save")
-    records = description.get("conversions")
-    sound = isinstance(records, list) and all(
-        isinstance(record, dict) and isinstance(record.get("layers"), dict) for record in records
-    )
-    layers = description.get("quantized", [])
-    sound = sound and isinstance(layers, list) and all(isinstance(name, str) for name in layers)
-    parts = (built.get("arguments", {}), built.get("config", {}), built.get("images", {}))
-    if not sound or not all(isinstance(part, dict) for part in (*parts, description.get("attention"))):
+    records, layers = description.get("conversions"), description.get("quantized", [])
+    parts = [built.get(part, {}) for part in ("arguments", "config", "images")]
+    dicts = [*parts, description.get("settings")]
+    for record in records if isinstance(records, list) else [None]:
+        dicts.append(record.get("layers") if isinstance(record, dict) else None)
+    named = isinstance(layers, list) and all(isinstance(name, str) for name in layers)
+    if not named or not all(isinstance(part, dict) for part in dicts):
         raise CheckpointError(f"{source} is damaged: its description is not what ecoformer.save writes")
     foreign_attention = built.get("attention") not in _IMPLEMENTATIONS
     if ":" in built["name"] or foreign_attention or any(map(leads_elsewhere, parts)):
@@ -190,55 +178,38 @@ def _transformers(name: str, config: dict[str, Any], attention: str | None) -> n
     cls: Any = getattr(library, name, None)
     if getattr(cls, "__module__", None) not in known_modules() or not hasattr(cls, "_from_config"):
         raise CheckpointError(f"transformers {library.__version__} has no model class {name!r}")
-    model: nn.Module = cls._from_config(cls.config_class.from_dict(config), attn_implementation=attention)
+    with offline():
+        model: nn.Module = cls._from_config(cls.config_class.from_dict(config), attn_implementation=attention)
     return model
 
 
-def structure(model: nn.Module, *, ours_only: bool = False) -> Structure:
-    """The class and the plain attributes of every module, by name; `ours_only`: of our own classes."""
-    return {
-        name: _attributes(module)
-        for name, module in model.named_modules()
-        if not ours_only or (type(module).__module__.startswith("ecoformer.") and name)
-    }
+def settings_of(model: nn.Module, *, ours_only: bool = False) -> dict[str, dict[str, Any]]:
+    """The class of every module, or of ours, by name, with its attributes that JSON can hold."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, module in model.named_modules():
+        kind = type(module)
+        if ours_only and not (name and kind.__module__.startswith("ecoformer.")):
+            continue
+        known = {key: x for key, x in vars(module).items() if key[:1] != "_" and key not in _IGNORED}
+        found[name] = known | {"class": kind.__qualname__}
+        if "Drop" in kind.__name__:  # changes training only, and many models do not remember theirs
+            found[name] = {"class": "Identity"}
+    # Functions are known by their names; what else JSON cannot hold does not count.
+    text = json.dumps(found, default=lambda value: getattr(value, "__name__", None), skipkeys=True)
+    settings: dict[str, dict[str, Any]] = json.loads(text)
+    return settings
 
 
-def difference(ours: Structure, theirs: Structure) -> str | None:
-    """The first difference between two structures.
+def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+    """The first difference between the settings of two models, or between what else is known by name.
 
     Attributes that only one of them has are ignored: versions of a library may add some.
     """
     for name in {**ours, **theirs}:
-        if name not in ours or name not in theirs:
-            return f"{name or 'the model'} is there only once"
-        mine, yours = ours[name], theirs[name]
+        where, mine, yours = name or "the model", ours.get(name), theirs.get(name)
+        if mine is None or yours is None:
+            return f"{where} is there only once"
         for key in mine:
-            if key in yours and _as_json(mine[key]) != _as_json(yours[key]):
-                return f"{name or 'the model'}: {key} is {mine[key]!r} against {yours[key]!r}"
+            if key in yours and mine[key] != yours[key]:
+                return f"{where}: {key} is {mine[key]!r} against {yours[key]!r}"
     return None
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    name = type(module).__qualname__
-    skipped = _IGNORED if list(module.parameters(recurse=False)) else _IGNORED | _RATES
-    found = {key: value for key, value in vars(module).items() if key[:1] != "_" and key not in skipped}
-    functions = {
-        key: f"function {value.__name__}"
-        for key, value in found.items()
-        if inspect.isbuiltin(value) or inspect.isfunction(value)
-    }
-    plain = {key: value for key, value in found.items() if _is_plain(value)}
-    return {"class": "Identity" if name in ("DropPath", "Dropout") else name} | functions | plain
-
-
-def _is_plain(value: Any) -> bool:
-    """Also dicts of plain values, such as what an `Adapter` remembers of the layer before it."""
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)

@@ -19,9 +19,9 @@ from ecoformer.checkpoints.describe import (
     difference,
     prepare,
     rebuild,
-    structure,
+    settings_of,
 )
-from ecoformer.checkpoints.limits import Held, build_within, check_numbers, within
+from ecoformer.checkpoints.limits import Held, build_within, check_numbers, untied, within
 from ecoformer.conversion.convert import RECORD, unwrapped
 from ecoformer.quantization import integer_layers
 from ecoformer.storage import CheckpointError
@@ -67,13 +67,14 @@ def checked_description(
     if description["model"]["library"] is None:
         return description
     name, arguments = description["model"]["name"], description["model"].get("arguments", {})
-    check_numbers(description, Held.by(model.state_dict()), name)
+    state = model.state_dict()
+    check_numbers(description, Held.by(state), name)
     try:
         with torch.device("meta"):
             again = rebuild(description)
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{name} cannot be built with {arguments} ({one_line(error)}): {remedy}") from error
-    odd = difference(_shape_of(model), _shape_of(again))
+    odd = difference(_shape_of(model), _shape_of(again)) or untied(state, again.state_dict())
     if odd:
         raise ValueError(f"another {name} would come back, built with {arguments} ({odd}): {remedy}")
     return description
@@ -83,7 +84,7 @@ def _shape_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Everything that two equal models have in common but the numbers."""
     state = model.state_dict()
     tensors = {key: {"shape": tuple(x.shape)} for key, x in state.items() if isinstance(x, Tensor)}
-    return {"the model": {"class": type(model).__qualname__}} | structure(model) | tensors
+    return settings_of(model) | tensors
 
 
 @torch.inference_mode(mode=False)  # else parameters could not learn
@@ -113,17 +114,15 @@ def load(
     given, model = model, unwrapped(model)
     # Everything is tried on a copy without data first.
     rehearsal = _on_meta(model)
-    bare = not structure(model, ours_only=True)
-    steps = description if bare else description | {"conversions": []}
-    if integer_layers(model):
-        steps = steps | {"quantized": []}
+    steps = description | ({"conversions": []} if settings_of(model, ours_only=True) else {})
+    steps |= {"quantized": []} if integer_layers(model) else {}
     with (
         storage.blaming(f"{source} does not fit {type(model).__name__}", CheckpointError, MemoryError),
         torch.device("meta"),
         within(held, source),
     ):
         prepare(rehearsal, steps)
-    _check_same(rehearsal, description, source)
+        _check_same(rehearsal, description, source)
     storage.check_fit(rehearsal, tensors, source=source)
     prepare(model, steps)
     storage.load_into(model, tensors, source=source)
@@ -149,9 +148,8 @@ def _build(tensors: dict[str, Tensor], description: dict[str, Any], source: str)
 
 def _check_same(model: nn.Module, description: dict[str, Any], source: str) -> None:
     """Mechanisms and settings that leave no trace in the tensors must be the file's."""
-    odd = difference(structure(model, ours_only=True), description["attention"])
-    if odd is None and description.get("modules"):
-        odd = difference(structure(model), description["modules"])
+    ours_only = description["model"]["library"] is not None
+    odd = difference(settings_of(model, ours_only=ours_only), description["settings"])
     if odd:
         known = " (it is converted already: pass it as it was before)" if getattr(model, RECORD, []) else ""
         raise CheckpointError(f"{source} does not fit {type(model).__name__}: {odd} in the file{known}")

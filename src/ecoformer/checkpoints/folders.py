@@ -12,16 +12,18 @@ from torch import nn
 
 from ecoformer.arguments import one_line
 from ecoformer.checkpoints.describe import leads_elsewhere
-from ecoformer.checkpoints.limits import Held, check_numbers, within
+from ecoformer.checkpoints.limits import Held, check_numbers, offline, within
 from ecoformer.conversion.huggingface import METHOD, reconvert, register_with_transformers
 from ecoformer.storage import CheckpointError, blaming
 from ecoformer.third_party import import_library
 
 WEIGHTS = "model.safetensors"
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
+_INDICES = "*.index.json"
+"""Which file of weights holds which tensor."""
 _BYTES_PER_TENSOR = 128
 """At least so many, with its entry in the header."""
-_LARGEST_CONFIG = 1 << 23
+_LARGEST_JSON = 1 << 24
 _LARGEST = Held(1 << 10, 1 << 32, 1 << 34)
 """What a model without weights is taken to hold."""
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -45,16 +47,18 @@ def has_weights(folder: Path) -> bool:
 def load_transformers(folder: Path, *, name: str = "", safetensors_only: bool = True) -> nn.Module:
     """The model in a folder of transformers, converted again if `convert` had converted it.
 
-    Its class is the one that was saved, head included. Code in the folder or on the Hub never runs. `name` is
-    for error messages.
+    Its class is the one that was saved, head included. Code in the folder never runs, and no file outside of
+    the folder is opened. `name` is for error messages.
     """
     with blaming(f"{name or f'{folder.name}/'} cannot be loaded by transformers"):
         cls, config = _class_and_config(folder)
+        for index in folder.glob(_INDICES):
+            _check_index(index)
         size = sum(file.stat().st_size for kind in _WEIGHT_FILES for file in folder.glob(kind))
         held = Held(size // _BYTES_PER_TENSOR, size, size)
         check_numbers({"model": config, "conversions": []}, held, "config.json")
         safe = _LOCAL | ({"use_safetensors": True} if safetensors_only else {})
-        with within(held, "config.json"):
+        with offline(), within(held, "config.json"):
             model, loading = cls.from_pretrained(folder, output_loading_info=True, **safe)
         odd = [name for kind in ("missing_keys", "mismatched_keys") for name in loading.get(kind, ())]
         if odd:
@@ -74,7 +78,8 @@ def build_transformers(
     with blaming(f"{name} cannot be loaded by transformers"):
         cls, given = _class_and_config(folder)
         check_numbers({"model": given, "conversions": []}, _LARGEST, "config.json")
-        config = import_library("transformers").AutoConfig.from_pretrained(folder, **_LOCAL)
+        with offline():
+            config = import_library("transformers").AutoConfig.from_pretrained(folder, **_LOCAL)
         if resolution is not None and hasattr(config, "image_size"):
             config.image_size = resolution
         if tokens is not None and hasattr(config, "max_position_embeddings"):
@@ -93,9 +98,10 @@ def build_transformers(
                 reconvert(model, described)
             return model.eval()
 
-        with torch.device("meta"), within(_LARGEST, "config.json"):
-            build()
-        return build()
+        with offline():
+            with torch.device("meta"), within(_LARGEST, "config.json"):
+                build()
+            return build()
 
 
 def _class_and_config(folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -114,14 +120,24 @@ def _class_and_config(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
-    if not file.is_file():
-        return {}
-    if file.stat().st_size > _LARGEST_CONFIG:
-        raise CheckpointError(f"{file} is larger than {_LARGEST_CONFIG} bytes")
+    return _read_json(file) if file.is_file() else {}
+
+
+def _check_index(file: Path) -> None:
+    """Refuse an index that names files of weights outside of its folder."""
+    shards = _read_json(file).get("weight_map")
+    for shard in shards.values() if isinstance(shards, dict) else ():
+        if not isinstance(shard, str) or shard in ("", "..") or Path(shard).name != shard or "\\" in shard:
+            raise CheckpointError(f"{file.name} names {str(shard)[:80]!r}, which is no file in the folder")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if file.stat().st_size > _LARGEST_JSON:
+        raise CheckpointError(f"{file} is larger than {_LARGEST_JSON} bytes")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON: {one_line(error)}") from error
-    if not isinstance(config, dict):
+    if not isinstance(content, dict):
         raise CheckpointError(f"{file} is not a JSON object")
-    return config
+    return content

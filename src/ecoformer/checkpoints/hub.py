@@ -30,6 +30,9 @@ class HubMixin(
         # config.json is written from this: classifiers may have been replaced since the model was built.
         self._hub_mixin_config = current_arguments(model)
         save(model, save_directory / FILE)
+        card = save_directory / "README.md"
+        if card.is_symlink() and not card.exists():  # it would be written through
+            card.unlink()
 
     @classmethod
     def _from_pretrained(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ def check_target(target: Path, force: bool) -> None:
     """Refuse a file that cannot or must not be written, before any work is done."""
     if target.is_dir():
         raise IsADirectoryError(f"OUT must be a file, but {target} is a folder")
-    if target.exists() and not force:
+    if os.path.lexists(target) and not force:  # a link counts, wherever it leads
         raise FileExistsError(f"OUT: {target} exists; choose another name or pass --force")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"OUT: no such folder: {target.parent}")

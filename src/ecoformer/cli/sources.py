@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ecoformer.arguments import one_line
 from ecoformer.checkpoints import CheckpointError, folders, load, load_official
+from ecoformer.checkpoints.limits import check_images, offline
 from ecoformer.storage import blaming
 from ecoformer.third_party import check_timm_name, import_library, import_timm
 
@@ -43,12 +44,13 @@ class Source:
     def images(self) -> Callable[[Any], Tensor] | None:
         """How the model in the folder wants a PIL image to be prepared, if it says so."""
         processor = self._prepare("ImageProcessor", _IMAGES)
+        check_images(processor.to_dict() if processor else {}, _IMAGES)
         return processor and (lambda image: processor(image, return_tensors="pt")["pixel_values"][0])
 
     def _prepare(self, kind: str, *files: str) -> Any:
         if self.folder is None or not any((self.folder / file).is_file() for file in files):
             return None
-        with blaming(f"the {kind} of {self.what} cannot be loaded by transformers"):
+        with blaming(f"the {kind} of {self.what} cannot be loaded by transformers"), offline():
             cls = getattr(import_library("transformers"), f"Auto{kind}")
             return cls.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
 

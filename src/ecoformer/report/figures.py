@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ecoformer.files import replacing
 from ecoformer.third_party import import_library
 
 if TYPE_CHECKING:
@@ -64,8 +65,9 @@ def save(figure: Figure, path: str | Path) -> Path:
     """Write a figure as PNG, SVG or PDF by its suffix; the same figure gives the same file."""
     target = check_target(path)
     dates = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-    with drawing():
-        figure.savefig(target, metadata=dates.get(target.suffix.lower()))
+    kind = target.suffix.lower()
+    with replacing(target) as temporary, drawing():
+        figure.savefig(temporary, format=kind[1:], metadata=dates.get(kind))
     return target
 
 

@@ -20,7 +20,6 @@ from ecoformer.arguments import one_line
 from ecoformer.checkpoints import save
 from ecoformer.conversion import transfer
 from ecoformer.data.splits import IGNORED, Arrays, Splits
-from ecoformer.files import replacing
 from ecoformer.hashing import fit_hashers, hashers_of
 from ecoformer.storage import CheckpointError, load_into, read, write
 from ecoformer.training import batches as data
@@ -309,8 +308,7 @@ class Trainer:
                 model = models.build_model(self.recipe, self.splits)
                 load_into(model, weights, source="the trained weights")
         if self.first:
-            with replacing(self.folder.model_file) as file:  # `save` follows links
-                save(model, file)
+            save(model, self.folder.model_file)
         self.accelerator.wait_for_everyone()
 
     def _save(self) -> None:
