@@ -211,14 +211,6 @@ class TestHuggingFace:
         assert json.loads(cli("cost", model, "--resolution", 32, "--json").out)["total"]["mul"] == own
         assert json.loads(cli("cost", model, "--resolution", 64, "--json").out)["total"]["mul"] > 3 * own
 
-    @pytest.mark.parametrize("model", ["bert", "vit", "someone/vit"])
-    def test_benchmarks(self, cli, hub, model):
-        done = cli("bench", "model", model, "--seconds", 0.01, "--attention", "native,lsh_eco", "--json")
-        assert (done.status, done.err) == (0, "")
-        rows = json.loads(done.out)["rows"]
-        assert {row["mechanism"] for row in rows} == {"softmax", "native", "lsh_eco"}
-        assert all(row["median_ms"] > 0 for row in rows)
-
     def test_conversion_by_name(self, convert, refused, hub, things):
         done = convert("someone/bert_with_words", "--pretrained", "--attention", "softmax")
         assert done.facts["notes"] == []
@@ -263,8 +255,6 @@ class TestHuggingFace:
         [
             (("cost", "bert", "--resolution", 32), ["--resolution", "BertModel takes texts", "--tokens"]),
             (("cost", "vit", "--tokens", 9), ["--tokens", "ViTModel takes images", "--resolution"]),
-            (("bench", "model", "bert", "--tokens", 21), ["--tokens 21", "20 tokens at most"]),
-            (("bench", "model", "vit", "--resolution", 30), ["ViTModel", "(1, 3, 30, 30)"]),
             (("cost", "bert-base-uncased"), ["'bert-base-uncased'", "no network", "folder"]),
             (("info", "someone/else"), ["'someone/else'", "no network", "folder"]),
             (("info", "some/where/else"), ["no such file: some/where/else"]),

@@ -29,8 +29,6 @@ LONG = ("--accounting", "exact", "--backend", "cpu")
         ),
         ("simulate", "layer"),
         ("simulate", "model", "ours.safetensors"),
-        ("bench", "attention", "--shape", "1,2,50,8", "--seconds", "0.01"),
-        ("bench", "model", "ours.safetensors", "--seconds", "0.01"),
     ],
     ids=" ".join,
 )
