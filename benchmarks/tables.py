@@ -547,7 +547,11 @@ def draw(path: Path) -> None:
 
     timed: dict[str, dict[int, float]] = {}
     names = {"softmax, sdpa": "softmax (SDPA)", "performer, eager": "performer"}
-    names |= {"linformer, eager": "linformer", "eco, eager": "eco, plain PyTorch", "eco, cpu": "eco, CPU kernels"}
+    names |= {
+        "linformer, eager": "linformer",
+        "eco, eager": "eco, plain PyTorch",
+        "eco, cpu": "eco, CPU kernels",
+    }
     for row in figures_of("lengths_cpu")["lengths"]:
         timed.setdefault(f"{row['mechanism']}, {row['backend']}", {})[row["shape"][2]] = row["median_ms"]
     rows = [row for row in figures_of("gains") if row["model"] == "PVTv2-B0"]
