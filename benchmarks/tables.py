@@ -260,19 +260,13 @@ def cost_native() -> Table:
     head = ["resolution", "attention", "paper", "executed", "attention layers"]
     table = [[*head, "hashing, key weights, sums, read", "times native"]]
     rows = figures_of("accounting")["native"]
-    native = {row["resolution"]: row["cpu"] for row in rows if row["mechanism"] == "native"}
+    native = {row["resolution"]: row["exact"] for row in rows if row["mechanism"] == "native"}
     for row in rows:
         hashed = "" if row["hashed"] is None else f"{row['hashed'] / 1e9:.3f}"
-        energies = [f"{row[part] / 1e9:.2f}" for part in ("paper", "cpu", "attention")]
-        times = f"{row['cpu'] / native[row['resolution']]:.2f}"
+        energies = [f"{row[part] / 1e9:.2f}" for part in ("paper", "exact", "attention")]
+        times = f"{row['exact'] / native[row['resolution']]:.2f}"
         table.append([str(row["resolution"]), row["mechanism"], *energies, hashed, times])
     return table
-
-
-def cost_integers() -> Table:
-    """Energy of int8 models; in brackets, times native in int8."""
-    rows = [row for row in figures_of("integer_energy") if row["numbers"] == "int8"]
-    return energies(rows, ["resolution", "numbers"])
 
 
 def energies(rows: list[Row], keys: list[str]) -> Table:
@@ -596,7 +590,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "cost_savings": cost_savings,
     "cost_native": cost_native,
     "cost_processes": lambda: energies(figures_of("accounting")["native"], ["resolution"]),
-    "cost_integers": cost_integers,
+    "cost_integers": lambda: energies(figures_of("integer_energy"), ["resolution", "numbers"]),
     "bitfusion_table": bitfusion_table,
     "bitfusion_models": bitfusion_models,
     "deployment_latency": deployment_latency,
