@@ -98,13 +98,14 @@ def explicit(q: Tensor, k: Tensor, v: Tensor, mask: None, is_causal: bool) -> Te
     scores = q @ k.mT * q.shape[-1] ** -0.5
     if is_causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
-    return scores.softmax(-1) @ v
+    out: Tensor = scores.softmax(-1) @ v
+    return out
 
 
 def median_ms(call: Callable[[], object], device: str, seconds: float, graph: bool = False) -> float:
     """Milliseconds of a call, on a GPU with `graph` of its CUDA graph."""
     if device == "cuda":
-        from triton.testing import do_bench, do_bench_cudagraph
+        from triton.testing import do_bench, do_bench_cudagraph  # type: ignore[import-untyped]
 
         if graph:
             return float(do_bench_cudagraph(call, rep=int(1e3 * seconds), return_mode="median"))
@@ -203,7 +204,8 @@ def integer_calls(shape: Shape) -> dict[str, Callable[[], Any]]:
     v, exponent = drawn(heads, channels).transpose(1, 2), drawn(heads).round().transpose(1, 2)
     sums = (100 * drawn(2 * heads * bits)).int().flatten(0, 1)
     least = torch.zeros(2 * heads * bits, dtype=torch.int32)
-    levels = integer.integer_levels(*affinity.levels(bits, affinity.beta), affinity.size(bits))
+    scale, ratio = affinity.levels(bits, affinity.beta)
+    levels = integer.integer_levels(scale, ratio, affinity.size(bits))
     fixed = (levels, integer.integer_multiplier(torch.ones(heads)), exponent.to(torch.int8))
     values = (40 * v).round().clamp(-127, 127).to(torch.int8)
 
@@ -229,14 +231,15 @@ def integer_calls(shape: Shape) -> dict[str, Callable[[], Any]]:
 
 def lengths_cpu(shapes: Sequence[Shape], seconds: float) -> tuple[str, Any]:
     """Up to the number of tokens of the longest shape."""
-    longest, rows = max(shape[2] for shape in shapes), []
+    longest = max(shape[2] for shape in shapes)
+    rows: list[dict[str, Any]] = []
     names = [("softmax", "sdpa"), ("performer", "eager"), ("linformer", "eager")]
     names += [("eco", name) for name in available("cpu")]
     for tokens in (64 << k for k in range(8) if 64 << k <= longest):
         setting = Setting((1, 8, tokens, 64), "cpu")
         for mechanism, backend in names:
             ms = median_ms(setting.call(mechanism, backend), "cpu", seconds)
-            about = {"mechanism": mechanism, "backend": backend, "shape": setting.shape}
+            about: Any = {"mechanism": mechanism, "backend": backend, "shape": setting.shape}
             rows.append(about | {"median_ms": ms})
     crossed = []
     for backward in (False, True):
