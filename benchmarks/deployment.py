@@ -1,10 +1,15 @@
-"""Exported models outside PyTorch: size, latency on two threads, and errors against PyTorch.
+"""PVTv2-B0 in ONNX Runtime, in fp32 and in int8: size, latency and errors against PyTorch.
 
-PVTv2-B0 as timm has it (native), and with softmax, eco and sharp_eco on every token, each exported by
-`export_onnx`. ONNX Runtime is always measured, OpenVINO and ExecuTorch (XNNPACK) where they are installed.
-Contestants take turns, because other work on the machine changes its speed. Weights are random; speed does
-not depend on them. `--texts FOLDER` also exports a BERT-like model and compares it on sentences. `--vit` only
-exports and compares ViT-S/16, into a result file of its own.
+    python benchmarks/deployment.py [--seconds 5] [--sizes 224 512 1024] [--texts FOLDER]
+
+Native, softmax, eco and sharp_eco are exported by `export_onnx` in fp32, and once more after
+`ecoformer.quantize`. "native, by ONNX Runtime" is the native model quantised by onnxruntime's own
+`quantize_static` (QDQ, per channel), which also covers the products of attention. All are calibrated on the
+same photographs. Weights are random; speed does not depend on them. Softmax in int8 is timed at 224 pixels
+only. `--texts` also exports a BERT-like model and compares it on sentences of our README.
+
+Times are medians of `torch.utils.benchmark`. Every exported model is compared with PyTorch first. Writes
+results/deployment.json and results/deployment_int8.json.
 """
 
 from __future__ import annotations
@@ -15,79 +20,92 @@ import subprocess
 import sys
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from attention import median_ms
 from record import write_result
 from torch import Tensor, nn
 
-from ecoformer import OnnxExport, convert, export_onnx
-from ecoformer.arguments import one_line
+from ecoformer import OnnxExport, convert, export_onnx, quantize
 from ecoformer.third_party import import_library, import_timm
 
 NAMES = ("native", "softmax", "eco", "sharp_eco")
-THREADS = 2
-Run = Callable[[], Any]
+OWN = "native, by ONNX Runtime"
+START = """
+import sys, numpy, onnxruntime
+session = onnxruntime.InferenceSession(sys.argv[1])
+session.run(None, {"images": numpy.zeros((1, 3, 224, 224), numpy.float32)})
+"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=20, help="of measuring, for each runtime and size")
+    parser.add_argument("--seconds", type=float, default=5, help="for each model and size")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[224, 512, 1024])
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--texts", type=Path, help="folder of a BERT-like model with its tokeniser")
-    parser.add_argument("--vit", action="store_true", help="only compare ViT-S/16 with PyTorch")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    torch.set_num_threads(THREADS)
-    if options.vit:
-        with TemporaryDirectory() as folder:
-            checks = [check_pictures("vit_small_patch16_224", name, Path(folder))[1] for name in NAMES]
-        print("wrote", write_result("deployment_vit", {"checks": checks}))
-        return
-    figures: dict[str, Any] = {"threads": THREADS, "sizes": {}, "checks": [], "latency": [], "notes": {}}
+    torch.set_num_threads(options.threads)
+    checks, latency, sizes, files = [], [], {}, {}
     with TemporaryDirectory() as folder:
-        models, files = {}, {}
         for name in NAMES:
-            models[name], row = check_pictures("pvt_v2_b0", name, Path(folder))
-            files[name] = Path(folder) / f"{name}.onnx"
-            figures["sizes"][name] = row["bytes"]
-            figures["checks"].append(row)
+            for numbers in ("fp32", "int8"):
+                label = f"{name}, {numbers}"
+                print("exporting", label, flush=True)
+                files[label] = Path(folder) / f"{label}.onnx"
+                row = exported(name, numbers, files[label])
+                checks.append({"model": "pvt_v2_b0", "attention": name, "numbers": numbers} | row)
+                if numbers == "fp32":
+                    sizes[name] = row["bytes"]
+        files[OWN] = Path(folder) / "own.onnx"
+        by_onnxruntime(files[OWN])
         if options.texts is not None:
-            figures["checks"] += [check_texts(options.texts, name, Path(folder)) for name in NAMES]
-        for runtime, prepare in RUNTIMES.items():
-            for size in (224,) if prepare is executorch else (224, 512):  # it takes minutes to lower a model
-                images = crops(size)[:1]
-                runs: dict[str, Run] = {}
-                for name in NAMES:
-                    try:
-                        runs[name], note = prepare(models[name], files[name], images)
-                    except Exception as error:
-                        note = f"not run: {one_line(error, 300)}"
-                    if note:
-                        figures["notes"].setdefault(runtime, {}).setdefault(str(size), {})[name] = note
-                if runs:
-                    times = in_turns(runs, options.seconds)
-                    figures["latency"].append({"runtime": runtime, "size": size, **times})
-                    print(runtime, size, times, flush=True)
-        figures["start_up_s"] = start_up(files["sharp_eco"])
-    print("wrote", write_result("deployment", figures))
+            checks += [texts(options.texts, name, Path(folder) / "texts.onnx") for name in NAMES]
+        for size in options.sizes:
+            timed = [label for label in files if size <= 224 or label != "softmax, int8"]
+            ms = {label: onnx_ms(files[label], crops(size)[:1], options) for label in timed}
+            latency.append({"size": size, "median_ms": ms})
+            print(latency[-1], flush=True)
+        started = [start_up(files["sharp_eco, fp32"]) for _ in range(3)]
+    rows = [
+        {
+            "runtime": "ONNX Runtime",
+            "size": row["size"],
+            "median_ms": {name: row["median_ms"][f"{name}, fp32"] for name in NAMES},
+        }
+        for row in latency
+    ]
+    about = {"threads": options.threads, "checks": checks}
+    write_result("deployment", about | {"sizes": sizes, "latency": rows, "start_up_s": started})
+    for row in latency:
+        native = row["median_ms"]["native, int8"]
+        row["speed"] = {f"{label} over native, int8": native / ms for label, ms in row["median_ms"].items()}
+        del row["speed"]["native, int8 over native, int8"]
+    write_result("deployment_int8", about | {"latency": latency})
 
 
-def check_pictures(model_name: str, name: str, folder: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The model with this attention, exported to NAME.onnx, and how it does on photographs."""
-    print("exporting", model_name, name, flush=True)
+def pvt() -> nn.Module:
     torch.manual_seed(0)
-    model: nn.Module = import_timm().create_model(model_name).eval()
+    model: nn.Module = import_timm().create_model("pvt_v2_b0").eval()
+    return model
+
+
+def exported(name: str, numbers: str, file: Path) -> dict[str, Any]:
+    """Export the model with this attention, and say how it does on photographs."""
+    model, images = pvt(), crops(224)
     if name != "native":
         convert(model, name)
-    images = crops(224)
-    made = export_onnx(model, folder / f"{name}.onnx", images[:2], samples=[images])
-    return model, check(model_name, name, made)
+    if numbers == "int8":
+        quantize(model, [images], max_error=1.0, progress=False)
+    return facts(export_onnx(model, file, images[:2], samples=[images]))
+
+
+def facts(made: OnnxExport) -> dict[str, Any]:
+    return {key: getattr(made, key) for key in ("checked", "error", "relative_error", "same_top1", "bytes")}
 
 
 def crops(size: int) -> Tensor:
@@ -103,12 +121,33 @@ def crops(size: int) -> Tensor:
     return (torch.stack(found) - mean.view(3, 1, 1)) / std.view(3, 1, 1)
 
 
-def check(model: str, name: str, made: OnnxExport) -> dict[str, Any]:
-    keys = ("checked", "error", "relative_error", "same_top1", "bytes", "opset")
-    return {"model": model, "attention": name, **{key: getattr(made, key) for key in keys}}
+class Reader:
+    """Calibration data as onnxruntime reads them."""
+
+    def __init__(self, images: Tensor) -> None:
+        self._left = iter(torch.split(images, 1))
+
+    def get_next(self) -> dict[str, Any] | None:
+        images = next(self._left, None)
+        return None if images is None else {"images": images.numpy()}
 
 
-def check_texts(source: Path, name: str, folder: Path) -> dict[str, Any]:
+def by_onnxruntime(target: Path) -> None:
+    """The native model by onnxruntime's static quantisation."""
+    plain, shaped = target.with_suffix(".plain.onnx"), target.with_suffix(".shaped.onnx")
+    given: dict[str, Any] = {"input_names": ["images"], "dynamo": True, "external_data": False}
+    free = ({0: "batch", 2: "height", 3: "width"},)
+    torch.onnx.export(pvt(), (crops(224)[:2],), plain, dynamic_shapes=free, **given)
+    tools = import_library("onnxruntime.quantization")
+    prepare = import_library("onnxruntime.quantization.shape_inference").quant_pre_process
+    prepare(plain, shaped, skip_symbolic_shape=True)
+    types = {"activation_type": tools.QuantType.QUInt8, "weight_type": tools.QuantType.QInt8}
+    tools.quantize_static(
+        shaped, target, Reader(crops(224)), quant_format=tools.QuantFormat.QDQ, per_channel=True, **types
+    )
+
+
+def texts(source: Path, name: str, file: Path) -> dict[str, Any]:
     """On the sentences of our README, each padded with another."""
     transformers = import_library("transformers")
     model = transformers.AutoModel.from_pretrained(source).eval()
@@ -119,113 +158,26 @@ def check_texts(source: Path, name: str, folder: Path) -> dict[str, Any]:
     sentences = re.findall(r"[A-Z][^.|`\n]{30,}\.", text)[:16]
     pairs = zip(sentences[::2], sentences[1::2], strict=False)
     batches = [dict(tokenizer(list(pair), padding=True, return_tensors="pt")) for pair in pairs]
-    made = export_onnx(model, folder / f"texts_{name}.onnx", batches[0], samples=batches)
-    return check(str(model.config.model_type), name, made)
+    row = facts(export_onnx(model, file, batches[0], samples=batches))
+    return {"model": str(model.config.model_type), "attention": name, "numbers": "fp32"} | row
 
 
-def in_turns(
-    runs: dict[str, Run], seconds: float, against: tuple[str, ...] = ("native", "softmax")
-) -> dict[str, Any]:
-    """Median and smallest milliseconds of each, and how many times as fast as those in `against` it is."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(next(iter(times.values()))) < 5:
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(1000 * (time.perf_counter() - start))
-    rounds = list(zip(*times.values(), strict=True))
-    order = list(times)
-    speed = {
-        f"{name} over {other}": median(row[order.index(other)] / row[order.index(name)] for row in rounds)
-        for name in order
-        for other in against
-        if other in order and name != other
-    }
-    return {
-        "rounds": len(rounds),
-        "median_ms": {name: median(x) for name, x in times.items()},
-        "min_ms": {name: min(x) for name, x in times.items()},
-        "speed": speed,
-    }
-
-
-def onnxruntime(model: nn.Module, file: Path, images: Tensor) -> tuple[Run, str]:
+def onnx_ms(file: Path, images: Tensor, options: argparse.Namespace) -> float:
     runtime = import_library("onnxruntime")
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads = THREADS
-    options.log_severity_level = 3
-    # Threads of the others must not keep waiting on the same cores.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    session = runtime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    settings = runtime.SessionOptions()
+    settings.intra_op_num_threads = options.threads
+    settings.log_severity_level = 3
+    session = runtime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
     inputs = {"images": images.numpy()}
-    return lambda: session.run(None, inputs), ""
+    return median_ms(lambda: session.run(None, inputs), "cpu", options.seconds)
 
 
-def openvino(model: nn.Module, file: Path, images: Tensor) -> tuple[Run, str]:
-    """Reads the ONNX file. The note names operators that its plugin computes by reference code."""
-    runtime = import_library("openvino")
-    core = runtime.Core()
-    settings = {
-        "INFERENCE_NUM_THREADS": THREADS,
-        "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_PRECISION_HINT": "f32",
-    }
-    read = core.read_model(file)
-    read.reshape(list(images.shape))
-    compiled = core.compile_model(read, "CPU", settings)
-    request, x = compiled.create_infer_request(), images.numpy()
-    found = torch.from_numpy(request.infer([x])[0])
-    error = float((found - model(images).detach()).abs().max())
-    about = [op.get_rt_info() for op in compiled.get_runtime_model().get_ops()]
-    plain = Counter(str(op["layerType"]) for op in about if str(op["primitiveType"]).startswith("ref"))
-    note = f"largest error {error:.1e}; by reference code: " + (
-        ", ".join(f"{n} {layer}" for layer, n in sorted(plain.items())) or "nothing"
-    )
-    return lambda: request.infer([x]), note
+def start_up(file: Path) -> float:
+    """Seconds from the start of Python to the first result."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", START, str(file)], check=True)
+    return time.perf_counter() - start
 
-
-def executorch(model: nn.Module, file: Path, images: Tensor) -> tuple[Run, str]:
-    """By `torch.export` and XNNPACK. The note says how many operators XNNPACK does not take, and which."""
-    if find_spec("executorch") is None:
-        raise ModuleNotFoundError("executorch is not installed", name="executorch")
-    xnnpack = import_library("executorch.backends.xnnpack.partition.xnnpack_partitioner")
-    lower = import_library("executorch.exir").to_edge_transform_and_lower
-    with torch.no_grad():
-        program = torch.export.export(model, (images,))
-        lowered = lower(program, partitioner=[xnnpack.XnnpackPartitioner()])
-    called = [str(n.target) for n in lowered.exported_program().graph.nodes if n.op == "call_function"]
-    left = Counter(name for text in called for name in re.findall(r"aten\W+(\w+)", text)[:1])
-    parts = sum("executorch_call_delegate" in text for text in called)
-    runtime = import_library("executorch.runtime").Runtime.get()
-    loaded = runtime.load_program(lowered.to_executorch().buffer)
-    method = loaded.load_method("forward")
-    error = float((method.execute([images])[0] - model(images).detach()).abs().max())
-    named = ", ".join(f"{n} {op}" for op, n in left.most_common(8))
-    outside = f"{sum(left.values())} operators outside: {named}"
-    note = f"largest error {error:.1e}; {parts} parts by XNNPACK, {outside}"
-    keep = (loaded, method)
-    return lambda: keep[1].execute([images]), note
-
-
-def start_up(file: Path) -> list[float]:
-    """Seconds from the start of Python to the first result, three times."""
-    script = (
-        "import sys, numpy, onnxruntime\n"
-        "session = onnxruntime.InferenceSession(sys.argv[1])\n"
-        "session.run(None, {'images': numpy.zeros((1, 3, 224, 224), numpy.float32)})\n"
-    )
-    found = []
-    for _ in range(3):
-        start = time.perf_counter()
-        subprocess.run([sys.executable, "-c", script, str(file)], check=True)
-        found.append(time.perf_counter() - start)
-    return found
-
-
-RUNTIMES = {"ONNX Runtime": onnxruntime, "OpenVINO": openvino, "ExecuTorch": executorch}
 
 if __name__ == "__main__":
     main()

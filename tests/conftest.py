@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -110,15 +109,6 @@ def ground_truth() -> Callable[..., Tensor]:
         return reference.hash_attention(q.double(), k.double(), v.double(), key_padding_mask, **options)
 
     return truth
-
-
-@pytest.fixture(scope="module")
-def old_objects_left_alone():
-    """Collecting garbage before memory is measured takes long among all that tests have imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -9,15 +9,13 @@ import typer
 
 from ecoformer import __version__
 from ecoformer.arguments import one_line
-from ecoformer.cli.bench import bench
 from ecoformer.cli.convert import convert
 from ecoformer.cli.cost import cost
+from ecoformer.cli.demo import demo
 from ecoformer.cli.export import export
-from ecoformer.cli.figure import figure
 from ecoformer.cli.info import info
 from ecoformer.cli.plan import plan
 from ecoformer.cli.quantize import quantize
-from ecoformer.cli.report import demo, report
 from ecoformer.cli.tables import tables
 from ecoformer.cli.train import evaluate, train
 from ecoformer.third_party import missing, repair_torchvision
@@ -39,10 +37,7 @@ app.command()(info)
 app.command()(plan)
 app.command()(quantize)
 app.command()(train)
-app.command()(report)
 app.command()(tables)
-app.add_typer(bench, name="bench")
-app.add_typer(figure, name="figure")
 
 
 @app.callback(invoke_without_command=True)

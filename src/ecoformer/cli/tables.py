@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.padding import Padding
 
 from ecoformer.cli.common import AsJson, plain_console, print_json, print_table, progress, say
+from ecoformer.report.figures import check_target, save, shares_figure
+from ecoformer.report.ours import figure2
 from ecoformer.report.tables import STATUSES, Cell, PaperTable, list_tables, paper_table
 
 _MARKS = {"equal": "=", "differs": "≠", "open": "~", "slip": "!", "not ours": ""}
@@ -23,13 +26,25 @@ _HEADS = {
 
 
 def tables(
-    name: Annotated[str | None, typer.Argument(help="One table; without, all of them.")] = None,
+    name: Annotated[str | None, typer.Argument(help="One table, or `figure2`; without, all tables.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Draw figure2 into this file: .png, .svg or .pdf.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Every table of the paper: the printed figure, ours, and the difference.
 
     Example: `ecoformer tables imagenet_main`
+
+    Figure 2, the shares of attention and FFN in energy: `ecoformer tables figure2 --out shares.png`
     """
+    if out is not None:
+        if name != "figure2":
+            raise ValueError(
+                f"--out draws figure2, got {name or 'no name'}: ecoformer tables figure2 --out {out}"
+            )
+        check_target(out)
+    if name == "figure2":
+        _figure2(out, as_json)
+        return
     found = []
     with progress(as_json) as show:
         for each in [name] if name is not None else list_tables():
@@ -39,6 +54,26 @@ def tables(
         print_json([table.to_dict() for table in found])
     else:
         _show(found)
+
+
+def _figure2(out: Path | None, as_json: bool) -> None:
+    """Print the shares, or draw them."""
+    with progress(as_json) as show:
+        show("counting")
+        rows = figure2()
+    if out is not None:
+        typer.echo(f"wrote {save(shares_figure(rows), out)}")
+    elif as_json:
+        print_json(rows)
+    else:
+        parts = ("attention", "ffn", "other")
+        totals = [sum(row[part] for part in parts) for row in rows]
+        cells = [
+            {"model": row["model"], "mechanism": row["mechanism"], "mJ": f"{total * 1e-9:.3g}"}
+            | {part: f"{row[part] / total:.1%}" for part in parts}
+            for row, total in zip(rows, totals, strict=True)
+        ]
+        print_table(["model", "mechanism"], cells, ["mJ", *parts])
 
 
 def _show(found: list[PaperTable]) -> None:

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
-from ecoformer.benchmarking.results import hardware
 from ecoformer.checkpoints import load
 from ecoformer.data.mosaic import TILE
-from ecoformer.report.inside import look_inside, sample_accuracies, smallest_difference, time_sizes
-from ecoformer.report.page import Run, read_run, table_rows, write_page
-from ecoformer.training import load_recipe, train
+from ecoformer.data.splits import IGNORED, Splits
+from ecoformer.environment import hardware
+from ecoformer.files import replace_text
+from ecoformer.report.figures import accuracy_figure, save
+from ecoformer.running import eval_mode
+from ecoformer.training import Recipe, load_recipe, train
+from ecoformer.training.batches import Task, measured_batches
 from ecoformer.training.folder import RunFolder
 from ecoformer.training.run import load_splits
 
 CONTESTANTS = ("native", "softmax", "eco", "sharp_eco")
 OURS = "sharp_eco"
-TIMED_SIZES, TIME_SECONDS = (0.5, 1, 2, 3), 4.0
-"""Pictures to time, times the size of those to learn from; seconds for each, all models together."""
-ABOUT = (
-    "Each picture is a mosaic of {tokens:,} tiles, and every tile is a token. The model names the colour of "
-    "the grey tiles: that of the coloured tiles with the same symbol, anywhere in the picture."
-)
+TIME_SECONDS = 3.0
+"""Of measuring each model."""
 WHEN = (
     "The task is generated, and chosen because single tokens far apart must be compared. The native model "
     "merges 64 tokens into one before it attends, which loses them. Photographs lose little by that "
@@ -38,16 +40,16 @@ class Demo:
     """The outcome.
 
     Attributes:
-        rows: the table, one row for each kind of attention.
+        rows: one for each kind of attention: accuracy from 0 to 1, millijoules and milliseconds a picture.
         verdicts: what `sharp_eco` gains and loses against softmax and the native model.
         notes: how the figures were obtained.
-        page: the HTML page.
+        figure: a picture of accuracy over energy.
     """
 
-    rows: list[dict[str, str]]
+    rows: list[dict[str, Any]]
     verdicts: list[str]
     notes: list[str]
-    page: Path
+    figure: str
 
 
 def run_demo(
@@ -57,12 +59,13 @@ def run_demo(
     progress: Callable[[str], None] = lambda line: None,
     show: bool = True,
 ) -> Demo:
-    """Train all contestants from scratch on generated mosaics, compare them, and write a page.
+    """Train all contestants from scratch on generated mosaics and compare them.
 
-    Runs that an earlier call has finished in the same folder are not repeated.
+    The folder gets a run for each, the comparison as `comparison.json`, and `accuracy.svg`. Runs that an
+    earlier call has finished there are not repeated.
 
     Args:
-        out: folder of the runs and the page.
+        out: the folder.
         changes: of the recipe `mosaic`, for all contestants.
         progress: called with each line of progress.
         show: progress bars and evaluations on stderr.
@@ -71,63 +74,82 @@ def run_demo(
     recipes = {name: load_recipe("mosaic", [f"attention.name={name}", *changes]) for name in CONTESTANTS}
     recipe = recipes[OURS]
     splits = load_splits(recipe)
-    tokens = (recipe.augment.size // TILE) ** 2
-    runs = []
+    rows, scores = [], []
     for number, (name, own) in enumerate(recipes.items(), 1):
         progress(f"{number} of {len(recipes)}: training with {name} attention")
-        resume = RunFolder(folder / name).recipe_file.exists()
-        train(own, folder / name, resume=resume, device="cpu", show=show, splits=splits)
-        runs.append(read_run(folder / name))
-        progress(f"   accuracy {runs[-1].accuracy:.1%} after {runs[-1].result['seconds']:.0f} s")
-    progress("measuring time")
-    models = {name: load(RunFolder(folder / name).model_file) for name in recipes}
-    size = recipe.augment.size
-    times, busy = time_sizes(
-        models, [round(share * size) for share in TIMED_SIZES], TILE, seconds=TIME_SECONDS
-    )
-    scores = [sample_accuracies(model, recipe, splits) for model in models.values()]
+        run = RunFolder(folder / name)
+        result = train(own, run.path, resume=run.recipe_file.exists(), device="cpu", show=show, splits=splits)
+        progress(f"   accuracy {result['accuracy']:.1%} after {result['seconds']:.0f} s")
+        energy = {kind: result["cost"][kind]["energy_pj"] * 1e-9 for kind in ("paper", "exact")}
+        model = load(run.model_file)
+        rows.append(
+            {"model": name, "accuracy": result["accuracy"]}
+            | {f"{kind}_mj": energy[kind] for kind in energy}
+            | {"ms": milliseconds(model, recipe.augment.size)}
+        )
+        scores.append(sample_accuracies(model, recipe, splits))
     least = smallest_difference(scores)
-    rows = table_rows(runs)
-    for row, run in zip(rows, runs, strict=True):
-        row["time"] = f"{_ms(times, run.name, size):.1f} ms"
-    sample = look_inside(models, recipe, splits)
-    codes = {name: layers[0].codes for name, layers in sample.layers.items() if layers}
-    bits = [f"{code.shape[1]} bits in {name}" for name, code in codes.items() if code is not None]
     notes = [
         f"Accuracy: {len(splits.test)} test pictures; the smallest difference that they resolve is "
         f"{100 * least:.1f} points (two standard errors). All models were trained equally long, from "
-        f"scratch, once: other seeds give other figures. Codes have {' and '.join(bits)}.",
-        f"Energy and time are for one picture of {tokens:,} tokens. Energy is counted, by the paper's and by "
-        "the exact accounting; time is the median of a forward pass on this machine, "
+        "scratch, once: other seeds give other figures.",
+        f"Energy and time are for one picture of {(recipe.augment.size // TILE) ** 2:,} tokens. Energy is "
+        "counted, by the paper's and by the exact accounting; time is the median of a forward pass on "
         f"{hardware(torch.device('cpu'))}.",
-        *(f"{note[0].upper()}{note[1:]}." for note in busy),
         WHEN,
     ]
-    verdicts = [_verdict(runs, times, size, against, least) for against in ("softmax", "native")]
-    page = folder / "index.html"
-    lead = f"{ABOUT.format(tokens=tokens)} {' '.join(verdicts)}"
-    write_page(
-        page, "Hashed attention, side by side", lead, runs, rows, notes=notes, sample=sample, times=times
-    )
-    return Demo(rows, verdicts, notes, page)
+    points = [
+        {"label": row["model"], "energy_pj": row["paper_mj"] * 1e9, "accuracy": row["accuracy"]}
+        for row in rows
+    ]
+    verdicts = [_verdict(rows, against, least) for against in ("softmax", "native")]
+    found = Demo(rows, verdicts, notes, str(save(accuracy_figure(points), folder / "accuracy.svg")))
+    replace_text(folder / "comparison.json", json.dumps(asdict(found), indent=2) + "\n")
+    return found
 
 
-def _ms(times: Sequence[Mapping[str, Any]], name: str, size: int) -> float:
-    return float(next(row["ms"] for row in times if row["name"] == name and row["size"] == size))
+@torch.no_grad()
+def milliseconds(model: nn.Module, size: int) -> float:
+    """Median time of a forward pass with one picture."""
+    images = torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(0))
+    with eval_mode(model):
+        names, threads = {"model": model, "images": images}, torch.get_num_threads()
+        timer = Timer("model(images)", globals=names, num_threads=threads)
+        return timer.blocked_autorange(min_run_time=TIME_SECONDS).median * 1e3
 
 
-def _verdict(
-    runs: Sequence[Run], times: Sequence[Mapping[str, Any]], size: int, against: str, least: float
-) -> str:
+@torch.no_grad()
+def sample_accuracies(model: nn.Module, recipe: Recipe, splits: Splits) -> Tensor:
+    """Share of right answers for every test sample, (samples,)."""
+    task, shares = Task(recipe, splits), []
+    with eval_mode(model):
+        for batch in measured_batches(splits.test, recipe, torch.device("cpu")):
+            inputs, targets = task.test_batch(*batch)
+            asked = (targets != IGNORED).view(len(targets), -1)
+            right = (task.answer(model, inputs).argmax(-1) == targets).view(len(targets), -1)
+            shares.append((right & asked).sum(1) / asked.sum(1).clamp(min=1))
+    return torch.cat(shares)
+
+
+def smallest_difference(accuracies: Sequence[Tensor]) -> float:
+    """The smallest difference in accuracy that these samples resolve.
+
+    It is two standard errors of the mean difference between two models on the same samples, for the pair
+    of models whose difference varies most.
+    """
+    pairs = [a - b for i, a in enumerate(accuracies) for b in accuracies[:i]]
+    return float(max(2 * pair.std() / len(pair) ** 0.5 for pair in pairs))
+
+
+def _verdict(rows: Sequence[dict[str, Any]], against: str, least: float) -> str:
     """What `sharp_eco` gains and loses against another, in one sentence."""
-    ours, other = (next(run for run in runs if run.name == name) for name in (OURS, against))
-    gained = ours.accuracy - other.accuracy
+    ours, other = (next(row for row in rows if row["model"] == name) for name in (OURS, against))
+    gained = ours["accuracy"] - other["accuracy"]
     points = f"{100 * abs(gained):.1f} points {'more' if gained > 0 else 'less'} accuracy"
     if abs(gained) < least:
         points = "the same accuracy (within what the test resolves)"
-    energies = [ours.energy_mj(kind) / other.energy_mj(kind) for kind in ("paper", "exact")]
-    ratio = _ms(times, OURS, size) / _ms(times, against, size)
+    paper, exact, time = (ours[key] / other[key] for key in ("paper_mj", "exact_mj", "ms"))
     return (
-        f"Against {against}, {OURS} has {points} for {energies[0]:.2f} times the energy "
-        f"({energies[1]:.2f} exact) and {ratio:.2f} times the time."
+        f"Against {against}, {OURS} has {points} for {paper:.2f} times the energy "
+        f"({exact:.2f} exact) and {time:.2f} times the time."
     )

@@ -5,7 +5,6 @@ Each figure function takes plain rows and returns a matplotlib figure; `save` wr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,18 +94,6 @@ def shares_figure(rows: Rows) -> Figure:
         panels[0].set(ylim=(0, 100), ylabel="Share of energy (%)")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
-
-
-def accuracy_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of `benchmarks/compare.py`, or of a JSON list of label, energy_pj and accuracy."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        rows = content if isinstance(content, list) else content["figures"]["rows"]
-        numbers = ("energy_pj", "accuracy")
-        return [{"label": str(row["label"])} | {name: float(row[name]) for name in numbers} for row in rows]
-    except (ValueError, KeyError, TypeError) as error:
-        needs = "rows with label, energy_pj and accuracy, 0 to 1"
-        raise ValueError(f"{path} does not hold {needs}: {type(error).__name__} {error}") from error
 
 
 def accuracy_figure(rows: Rows) -> Figure:

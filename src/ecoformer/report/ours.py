@@ -27,6 +27,17 @@ def vision_ledger(model: str, mechanism: str, classes: int, **settings: Any) -> 
     return cost(built, (1, 3, 224, 224))
 
 
+def figure2() -> list[dict[str, Any]]:
+    """Energy in pJ of attention, FFN and the rest of PVTv2-B0 to B4, as in the paper's figure 2."""
+    rows = []
+    for mechanism in ("softmax", "eco"):
+        for model in (f"pvt_v2_b{i}" for i in range(5)):
+            ledger = vision_ledger(model, mechanism, 1000)
+            parts = {part: share * ledger.energy_pj for part, share in ledger.shares().items()}
+            rows.append({"model": model, "mechanism": mechanism, **parts})
+    return rows
+
+
 def _vision(row: Row, *, classes: int, part: str = "total") -> Figures:
     model, method = (row.get(key, usual) for key, usual in (("model", "pvt_v2_b0"), ("method", "eco")))
     settings = {"k": 96} if method == "linformer" else {}

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from ecoformer.arguments import one_line
-from ecoformer.benchmarking.results import hardware, versions
 from ecoformer.checkpoints import load
 from ecoformer.data import load as load_data
 from ecoformer.data.splits import Arrays, Splits
+from ecoformer.environment import hardware, versions
 from ecoformer.files import replace_text
 from ecoformer.training.batches import Task, measured_batches
 from ecoformer.training.console import Display

@@ -1,11 +1,14 @@
-"""One recipe for several mechanisms, seeds and settings: accuracy beside what a sample costs.
+"""Accuracy of one recipe for several mechanisms, seeds and settings, beside what a sample costs.
 
-    python benchmarks/compare.py cifar100_short --set data.root=data --mechanisms softmax eco --seeds 0 1
-    python benchmarks/compare.py recall --grid data.options.pairs=4,8,16 --mechanisms softmax eco:local=7
+    python benchmarks/accuracy.py cifar100_short --set data.root=data --mechanisms softmax eco --seeds 0 1
+    python benchmarks/accuracy.py recall --grid data.options.pairs=4,8,16 --mechanisms softmax eco:local=7
 
-Runs are separate processes of `ecoformer train`, as many at a time as `--at-once` says; those that are
-finished already are not run again, and must have been made by the same recipe. The result file is written
-anew after every run, so that a comparison that is stopped leaves one.
+The paper's ablations on CIFAR-100 are mechanisms of the first: hash functions (eco klsh_eco lsh_eco), support
+samples (eco:support=10 eco:support=50), bits (eco:bits=8), and other attentions.
+
+Runs are separate processes of `ecoformer train`, as many at a time as `--at-once` says. Those that are
+finished are not run again, and must have been made by the same recipe. Results/RECIPE.json is written anew
+after every run.
 """
 
 from __future__ import annotations
@@ -44,8 +47,7 @@ class Run:
     def name(self) -> str:
         pairs = (change.partition("=") for change in self.point)
         words = [self.mechanism, *(key.rpartition(".")[2] + value for key, _, value in pairs), str(self.seed)]
-        odd: dict[str, str | int | None] = {":": "-", "=": "", ",": "-", "/": "_", " ": ""}
-        return "-".join(words).translate(str.maketrans(odd))
+        return "-".join(words).translate(str.maketrans(":,/", "--_", "= "))
 
     def changes(self) -> list[str]:
         """Changes to the recipe. Another `attention.name` resets its options to their defaults."""
@@ -79,17 +81,11 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("recipe")
     parser.add_argument("--out", type=Path, default=Path("out/runs"), help="folder of the runs")
-    parser.add_argument(
-        "--mechanisms",
-        nargs="+",
-        default=list(ecoformer.list_attentions()),
-        help="such as eco or eco:bits=8,local=3",
-    )
+    mechanisms = list(ecoformer.list_attentions())
+    parser.add_argument("--mechanisms", nargs="+", default=mechanisms, help="such as eco or eco:bits=8")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--set", nargs="*", default=[], help="changes of the recipe, for all runs")
     parser.add_argument("--grid", nargs="*", default=[], help="key=value,value,...: a run for each value")
@@ -148,15 +144,9 @@ def _start(run: Run, options: argparse.Namespace) -> subprocess.Popen[bytes]:
 
 def _write(runs: list[Run], options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = [row for run in runs if (row := _row(run, options.out / run.name)) is not None]
-    unfinished = _unfinished(runs, options.out)
-    settings = {
-        "recipe": options.recipe,
-        "changes": list(map(relative, options.set)),
-        "at_once": options.at_once,
-    }
-    write_result(
-        options.result or options.recipe, {"settings": settings, "rows": rows, "unfinished": unfinished}
-    )
+    settings = {"recipe": options.recipe, "changes": list(map(relative, options.set))}
+    figures = {"settings": settings, "rows": rows, "unfinished": _unfinished(runs, options.out)}
+    write_result(options.result or options.recipe, figures)
     return rows
 
 
@@ -170,23 +160,14 @@ def _row(run: Run, folder: Path) -> dict[str, Any] | None:
         return None
     result = json.loads(file.read_text())
     paper, exact = result["cost"]["paper"], result["cost"]["exact"]
-    course = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {
-        "mechanism": run.mechanism.partition(":")[0],
-        "label": run.mechanism,
-        "seed": run.seed,
-        "point": dict(change.split("=", 1) for change in run.point),
-        "accuracy": result["accuracy"],
-        "best_accuracy": result["best_accuracy"],
-        "test_loss": result["test_loss"],
-        "mul": paper["mul"],
-        "add": paper["add"],
-        "energy_pj": paper["energy_pj"],
-        "energy_exact_pj": exact["energy_pj"],
-        "parameters": result["parameters"],
-        "seconds": round(result["seconds"], 1),
-        "course": {f"{r['epoch']:g}": round(r["accuracy"], 4) for r in course if r["split"] == "test"},
-    }
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    kept = ("accuracy", "best_accuracy", "test_loss", "parameters", "seconds")
+    about = {"mechanism": run.mechanism.partition(":")[0], "label": run.mechanism, "seed": run.seed}
+    about["point"] = dict(change.split("=", 1) for change in run.point)
+    cost = {name: paper[name] for name in ("mul", "add", "energy_pj")}
+    cost["energy_exact_pj"] = exact["energy_pj"]
+    course = {f"{r['epoch']:g}": round(r["accuracy"], 4) for r in lines if r["split"] == "test"}
+    return about | {name: result[name] for name in kept} | cost | {"course": course}
 
 
 if __name__ == "__main__":
