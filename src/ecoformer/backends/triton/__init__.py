@@ -1,6 +1,6 @@
 """Hashed attention in Triton, from tokens to output: two passes over the tokens, in causal order or without.
 
-docs/kernels_gpu.md describes the kernels. If `TRITON_INTERPRET=1` is set before Triton is imported they run
+docs/kernels.md describes the kernels. If `TRITON_INTERPRET=1` is set before Triton is imported they run
 on the CPU, slowly, for tests.
 """
 

@@ -54,7 +54,7 @@ def has_async_products(config: Config) -> bool:
     """Whether products may be compiled to `wgmma`: 64 rows, by a group of four warps.
 
     The assembler of CUDA 12.8, which Triton 3.6 and 3.7 bring, made wrong code of some on an H200, and
-    that of CUDA 13.0 right code of the same: docs/kernels_gpu.md. So nothing here is launched like that.
+    that of CUDA 13.0 right code of the same: docs/notes.md. So nothing here is launched like that.
     """
     return config.block >= 64 and config.warps >= 4
 
