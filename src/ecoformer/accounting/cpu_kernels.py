@@ -79,13 +79,9 @@ def refusal(layer: HashedAttention) -> str | None:
     hasher = layer.hasher
     if type(layer).attend is not HashedAttention.attend:
         return f"{type(layer).__name__} overrides attend"
-    if layer.bias == "official":
-        return 'bias="official"'
     channels = isinstance(hasher, SignHasher) and hasher.features == "channels"
     if not channels and not isinstance(hasher, (KernelHasher, LshHasher)):
         return f"the kernels do not support {type(hasher).__name__}"
-    if not hasher.token_wise:
-        return 'sigma="input"'
     if hasher.bits > MAX_BITS:
         return f"more than {MAX_BITS} bits"
     if hasher.functions() is None:

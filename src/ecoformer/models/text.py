@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ecoformer.arguments import shape
 from ecoformer.attention import Attention, attention_class, create_attention
-from ecoformer.attention.splitting import SharesTokens, check_split, token_slice
 from ecoformer.checkpoints.hub import HubMixin
 from ecoformer.data.texts import PAD, byte_tokens
-from ecoformer.functional import sum_over_ranks
 
 __all__ = ["PAD", "TextEncoder", "TwoTowerEncoder", "byte_tokens"]
 
@@ -41,7 +38,7 @@ class Block(nn.Module):
         return result
 
 
-class TextEncoder(HubMixin, SharesTokens, nn.Module):
+class TextEncoder(HubMixin, nn.Module):
     """Encoder of one text: token ids (B, N) to logits (B, classes), with any registered mechanism.
 
     Embeddings with learned positions, `depth` pre-LN layers, a final LayerNorm, the mean over the tokens of
@@ -55,9 +52,6 @@ class TextEncoder(HubMixin, SharesTokens, nn.Module):
     2 `bucket_size`.
 
     Hash functions start random; `ecoformer.fit_hashers(model, [tokens])` learns them.
-
-    Within `split_tokens(model, group)` every rank gets the complete texts, computes a slice of their tokens,
-    and returns logits of the texts, or of its slice with `pool="none"`.
 
     Args:
         attention: name of a mechanism, see `ecoformer.list_attentions`.
@@ -136,10 +130,9 @@ class TextEncoder(HubMixin, SharesTokens, nn.Module):
         mask = self._padding("tokens", tokens, "key_padding_mask", key_padding_mask)
         return self._features(tokens, mask)
 
-    def embed(self, tokens: Tensor, first: int = 0) -> Tensor:
-        """Token ids (B, N) to embeddings with positions, from `first` on, (B, N, dim), unchecked."""
-        positions = self.positions[first : first + tokens.shape[1]]
-        embedded: Tensor = self.drop(self.embedding(tokens) + positions)
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids (B, N) to embeddings with positions (B, N, dim), unchecked."""
+        embedded: Tensor = self.drop(self.embedding(tokens) + self.positions[: tokens.shape[1]])
         return embedded
 
     def pool(self, x: Tensor, key_padding_mask: Tensor) -> Tensor:
@@ -148,9 +141,6 @@ class TextEncoder(HubMixin, SharesTokens, nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         total = x.masked_fill(key_padding_mask.unsqueeze(-1), 0).sum(dim=1, dtype=wide)
         count = (~key_padding_mask).sum(dim=1, keepdim=True)
-        if self.token_group is not None:
-            sums = sum_over_ranks(torch.cat([total, count.to(wide)], dim=1), self.token_group)
-            total, count = sums[:, :-1], sums[:, -1:]
         return (total / count.clamp_min(1)).to(x.dtype)
 
     def reset_classifier(self, classes: int) -> None:
@@ -176,19 +166,10 @@ class TextEncoder(HubMixin, SharesTokens, nn.Module):
         return mask
 
     def _encode(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        return self.pool(self._features(tokens, mask), mask[:, self._stretch(tokens)])
-
-    def _stretch(self, tokens: Tensor) -> slice:
-        """The tokens that this rank computes: all, unless they are split."""
-        n = tokens.shape[1]
-        return slice(0, n) if self.token_group is None else token_slice(n, self.token_group)
+        return self.pool(self._features(tokens, mask), mask)
 
     def _features(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        if self.token_group is not None:
-            check_split(self, tokens.shape[1], dist.get_world_size(self.token_group))
-        mine = self._stretch(tokens)
-        mask = mask[:, mine]
-        x = self.embed(tokens[:, mine], mine.start)
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, mask)
         features: Tensor = self.norm(x)

@@ -234,10 +234,6 @@ class IntegerAttention(HasGrids, HashedAttention):
         projected = [Product(batch * tokens, self.dim, n, right="weight") for n in columns if n]
         return None if attention is None else [*projected, *attention]
 
-    def split_problem(self) -> str | None:
-        """Tokens are not split over ranks in integer inference."""
-        return "integer attention needs all tokens"
-
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
         return f"{super().extra_repr()}, integer, bits={self.bits}, groups={self.groups}"
