@@ -113,14 +113,11 @@ def _replaced() -> Attention:
 
 
 REFUSED = {
-    'sigma="input"': lambda: ecoformer.EcoAttention(12, 3, sigma="input"),
     "the kernels do not support SignHasher": lambda: ecoformer.create_attention("bi_eco", 12, 3),
     "more than 64 bits": lambda: ecoformer.create_attention("lsh_eco", 12, 3, bits=65),
     "_Own overrides attend": lambda: _Own(12, 3),
-    'bias="official"': lambda: ecoformer.EcoAttention(12, 3, bias="official"),
     "its attend was replaced": _replaced,
     "its hash functions have hooks": _hooked,
-    "or a sign or a gradient of their own": lambda: ecoformer.EcoAttention(12, 3, surrogate="sigmoid"),
     "the kernels compute in fp32": lambda: ecoformer.EcoAttention(12, 3).double(),
 }
 

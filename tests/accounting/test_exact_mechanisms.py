@@ -14,10 +14,10 @@ from ecoformer.operations import Counts
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "softmax": [{}, {"local": 3}],
-    "eco": [{}, {"bits": 5, "support": 3, "sigma": "input"}, {"bits": 1, "support": 1, "bias": "official"}],
+    "eco": [{}, {"bits": 5, "support": 3}, {"bits": 1, "support": 1, "bias": "tight"}],
     "sharp_eco": [{}, {"bits": 6, "groups": 3, "separate": False, "key_weights": False}],
     "klsh_eco": [{"bits": 8, "support": 7}],
-    "lsh_eco": [{"bits": 16}, {"bits": 3, "bias": "official"}],
+    "lsh_eco": [{"bits": 16}, {"bits": 3, "bias": "tight"}],
     "bi_eco": [{"bits": 9}, {"features": "channels"}],
     "performer": [{"features": 7}],
     "fp_eco": [{"features": 9}],

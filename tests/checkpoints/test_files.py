@@ -308,7 +308,7 @@ def plain_file(tmp_path, **edits):
     ("saved", "given"),
     [
         (("softmax", {}), ("combiner", {})),
-        (("eco", ECO | {"bias": "official"}), ("eco", ECO)),
+        (("eco", ECO | {"bias": "tight"}), ("eco", ECO)),
         (("softmax", {}), ("eco", ECO)),
     ],
     ids=["mechanism", "settings", "names"],

@@ -117,7 +117,7 @@ class TestWhatIsWritten:
     def test_a_released_model_keeps_what_is_not_chosen(self, convert):
         done = convert("released.pth", "--attention", "softmax", "--layers", "stages.0.*")
         source = ecoformer.load_official("released.pth")
-        assert list(kinds(done.model).values()) == ["softmax", "eco", "eco", "Attention"]
+        assert list(kinds(done.model).values()) == ["softmax", "official_eco", "official_eco", "Attention"]
         assert len(hashers_of(done.model)) == 2
         for name, hasher in hashers_of(done.model).items():
             assert hasher.fitted
@@ -217,11 +217,11 @@ class TestSettings:
         refused("bert", "--set", "local=3,3", words=["local=(3, 3)", "height and width"])
 
     def test_values_are_numbers_where_they_can_be(self, convert):
-        settings = [f"--set={setting}" for setting in ("bits=8", "bias=official", "support=5")]
+        settings = [f"--set={setting}" for setting in ("bits=8", "bias=tight", "support=5")]
         done = convert("ours.safetensors", "--attention", "eco", *settings)
-        assert done.facts["config"] == {"bits": 8, "bias": "official", "support": 5}
+        assert done.facts["config"] == {"bits": 8, "bias": "tight", "support": 5}
         layers = [found.layer.attention for found in find_layers(done.model) if found.ours]
-        assert [(layer.bias, layer.hasher.bits) for layer in layers] == [("official", 8)] * 3
+        assert [(layer.bias, layer.hasher.bits) for layer in layers] == [("tight", 8)] * 3
         assert all(hasher.support_samples.shape[-2] == 5 for hasher in hashers_of(done.model).values())
 
     @pytest.mark.parametrize("setting", ["bits", "=8", "a b=1"])

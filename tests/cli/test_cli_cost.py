@@ -97,8 +97,6 @@ def test_mistakes(run, arguments, message):
 
 def test_the_cpu_backend(run):
     on_cpu = ("cost", "pvt_v2_b0", "--resolution", "64", "--accounting", "exact", "--backend", "cpu")
-    out = run(*on_cpu, "--compare", "softmax,eco", "--set", "sigma=input")[1]
-    assert 'counted as eager (eco): stages.0.blocks.0.attn.attention (sigma="input"), ' in out
     few, many = json.loads(run(*on_cpu, "--attention", "eco", "--sweep", "bits=8,16", "--json")[1])
     assert 0 < few["lookup"] < many["lookup"]
 

@@ -8,11 +8,11 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+from ecoformer.attention.splitting import check_split, split_tokens, token_slice
 from torch import nn
 from training_runs import on_ranks
 
 from ecoformer import FitOptions, create_attention, fit_hashers
-from ecoformer.attention.splitting import check_split, split_tokens, token_slice
 from ecoformer.models.text import PAD, TextEncoder, TwoTowerEncoder
 
 RANKS, N, DIM = 3, 13, 8
