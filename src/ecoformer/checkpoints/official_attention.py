@@ -78,7 +78,7 @@ class OfficialEcoAttention(HashedAttention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *unused: Any, **also_unused: Any) -> Tensor:
         """Two matrix products: codes with values, and codes with their sums."""
-        codes = self.hasher(q)
+        codes: Tensor = self.hasher(q)
         with full_precision(v.device):
             values, bias = v.to(codes.dtype), self.hasher.bits + 1
             sums = torch.cat([codes.mT @ values, codes.sum(dim=-2).unsqueeze(-1)], dim=-1)
