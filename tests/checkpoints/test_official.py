@@ -267,7 +267,7 @@ class TestAttention:
     def test_gradients_are_those_of_hard_tanh(self):
         hasher = next(iter(hashers_of(load_official(checkpoint()).double()).values()))
         x = torch.randn(2, 1, 9, 32, dtype=torch.float64, requires_grad=True)
-        weight, y = torch.randn(2, 1, 9, 16, dtype=torch.float64), hasher.project(x, None)
+        weight, y = torch.randn(2, 1, 9, 16, dtype=torch.float64), hasher.project(x)
         found, expected = (torch.autograd.grad((z * weight).sum(), x) for z in (hasher(x), y.clamp(-1, 1)))
         torch.testing.assert_close(found, expected)
 

@@ -55,7 +55,7 @@ def test_repeated_tokens(tokens, options):
     hasher = KernelHasher(*tokens.shape[1::2]).fit(tokens, options=options)
     assert hasher.weight.abs().max() < 1e3
     assert torch.equal(hasher(tokens).double(), exact_codes(hasher, tokens))
-    y = hasher.project(tokens, None)
+    y = hasher.project(tokens)
     torch.testing.assert_close(y.square().mean(dim=(0, 2)), torch.ones(y.shape[1::2]), rtol=1e-3, atol=0)
 
 

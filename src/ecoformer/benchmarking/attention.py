@@ -145,7 +145,7 @@ def draw_inputs(setting: Setting, hashers: Sequence[Hasher] = ()) -> list[Tensor
         return torch.randn(setting.shape, generator=generator, device=setting.device).to(setting.dtype)
 
     def project(tokens: Tensor, hasher: Hasher) -> Tensor:
-        y = hasher.project(tokens[..., : hasher.head_dim].float(), None)
+        y = hasher.project(tokens[..., : hasher.head_dim].float())
         return scaled(y) if hasher.surrogate == "scaled" else y
 
     def steady() -> Tensor:

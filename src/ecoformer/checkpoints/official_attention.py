@@ -29,7 +29,7 @@ class OfficialHasher(KernelHasher):
         """Refused."""
         raise ValueError("hash functions of a released checkpoint are not fitted: convert the model to eco")
 
-    def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
+    def project(self, tokens: Tensor) -> Tensor:
         """Real numbers whose signs are the codes."""
         support, mean, weight = (x.to(tokens.dtype) for x in (self.support_samples, self.mean, self.weight))
         distances = squared_distances(unit_length(tokens), support)
@@ -40,7 +40,7 @@ class OfficialHasher(KernelHasher):
     def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Codes (B, H, N, b) in fp32 or fp64; the gradient is that of hard tanh."""
         with full_precision(tokens.device):
-            y = self.project(widened(tokens), None)
+            y = self.project(widened(tokens))
             smooth = y.clamp(-1, 1)
             return y.detach().sign() + (smooth - smooth.detach())
 

@@ -65,8 +65,8 @@ class Hasher(Described, nn.Module):
             self.fitted.fill_(not self.learns)
         self._look_again()
 
-    def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
-        """Real numbers (B, H, N, b) whose signs are the codes; `valid` (B, N) is False for padding."""
+    def project(self, tokens: Tensor) -> Tensor:
+        """Real numbers (B, H, N, b) whose signs are the codes of tokens (B, H, N, D)."""
         raise NotImplementedError
 
     def learn(
@@ -83,12 +83,15 @@ class Hasher(Described, nn.Module):
         return None
 
     def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Codes (B, H, N, b) of ±1 in the tokens' dtype; `key_padding_mask` (B, N) is True for padding."""
+        """Codes (B, H, N, b) of ±1 in the tokens' dtype.
+
+        `key_padding_mask` (B, N), True for padding, changes no codes: it is there for `fitting`.
+        """
         self._check(tokens, key_padding_mask)
         self.warn_if_random()
         # Codes depend on the sign of small differences, which half precision would flip.
         with full_precision(tokens.device):
-            y = self.project(_widened(tokens), None if key_padding_mask is None else ~key_padding_mask)
+            y = self.project(_widened(tokens))
             return sign_ste(y, self.reach).to(tokens.dtype)
 
     @torch.no_grad()

@@ -88,7 +88,7 @@ class KernelHasher(Hasher):
         # The global random state stays: `fit` replaces what is drawn here, other weights must not change.
         self.reset_parameters(forked())
 
-    def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
+    def project(self, tokens: Tensor) -> Tensor:
         """g(Q) A, with a root mean square of about 1 on the tokens of `fit`."""
         return project(tokens, self._functions())
 

@@ -52,7 +52,7 @@ class LshHasher(_DrawnHasher):
         """One product with each hyperplane."""
         return [Product(batch * tokens, self.head_dim, self.bits, self.num_heads, right="weight")]
 
-    def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
+    def project(self, tokens: Tensor) -> Tensor:
         """Products of the unit tokens with the hyperplanes' normals."""
         return project(tokens, Hyperplanes(self.planes))
 
@@ -121,7 +121,7 @@ class SignHasher(_DrawnHasher):
         product = Product(rows, self.head_dim, self.bits, self.num_heads, right="weight")
         return [product] if self.features == "fourier" else []
 
-    def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
+    def project(self, tokens: Tensor) -> Tensor:
         """The features themselves."""
         if self.features == "channels":
             return tokens[..., : self.bits]
