@@ -9,15 +9,12 @@ trained model and images of your own, start at `teacher`.
 import argparse
 import copy
 
+import timm
 import torch
 from torch.nn import functional as F
 
 import ecoformer
 from ecoformer.data import load
-from ecoformer.third_party import repair_torchvision
-
-repair_torchvision()  # only matters where torch and torchvision are different builds
-import timm  # noqa: E402
 
 
 def main(steps: int = 300, out: str = "sharp_vit.safetensors") -> dict[str, float]:

@@ -11,9 +11,7 @@ from torch import nn
 
 import ecoformer
 from ecoformer import create_attention, export_onnx
-from ecoformer.third_party import repair_torchvision
 
-repair_torchvision()
 CHANNELS_LAST = ("Transpose", 0, 3, 1, 2)
 
 
@@ -236,14 +234,6 @@ def test_leaves_the_model_as_it_was(tmp_path):
     export_onnx(model, tmp_path / "model.onnx", torch.randn(2, 4))
     assert model.training
     assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_training_mode_exports_what_can_be_trained():
-    model = create_attention("sharp_eco", 16, 2).train()
-    program = torch.export.export(model, (torch.randn(2, 6, 16),))
-    program.module()(torch.randn(2, 6, 16)).square().sum().backward()
-    gradients = {name: p.grad for name, p in program.module().named_parameters()}
-    assert gradients["qk.weight"].abs().sum() > 0
 
 
 def test_writes_nothing_where_results_differ(tmp_path, monkeypatch):

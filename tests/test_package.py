@@ -18,7 +18,7 @@ import pytest
 import ecoformer
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAVY = (
+HEAVY = {
     "accelerate",
     "matplotlib",
     "numba",
@@ -29,66 +29,41 @@ HEAVY = (
     "sklearn",
     "tensorboard",
     "timm",
-)
-HEAVY += ("torchvision", "transformers", "triton", "torch._dynamo", "torch._inductor")
-
-# Without collections: a pass over all that torch has made would be ours or not, by chance. The processor's
-# time, as other tests run beside.
+}
+HEAVY |= {"torchvision", "transformers", "triton", "torch._dynamo", "torch._inductor"}
+# The processor's time, as other tests run beside, and without collections of all that torch has made.
 FRESH_IMPORT = """
 import gc, json, sys, time
 gc.disable()
-start = time.process_time()
 import torch
-middle, before = time.process_time(), set(sys.modules)
+settings = torch.get_num_threads(), torch.get_default_dtype(), sys.meta_path[:], dir(torch.ops.torchvision)
+start, before = time.process_time(), set(sys.modules)
 import ecoformer
 print(json.dumps({
-    "torch": middle - start,
-    "ecoformer": time.process_time() - middle,
+    "seconds": time.process_time() - start,
     "modules": sorted(set(sys.modules) - before),
     "cuda": torch.cuda.is_initialized(),
-    "threads": torch.get_num_threads(),
-    "dtype": str(torch.get_default_dtype()),
-    "grad": torch.is_grad_enabled(),
+    "same": settings == (torch.get_num_threads(), torch.get_default_dtype(), sys.meta_path,
+                         dir(torch.ops.torchvision)),
 }))
 """
 
 
-@pytest.fixture(scope="module")
-def fresh_imports():
-    """Three imports, each in a process of its own; warnings at import are errors."""
+def test_import_is_quick_and_changes_nothing():
+    """Three times, each in a process of its own; warnings at import are errors."""
     command = [sys.executable, "-W", "error:::ecoformer", "-c", FRESH_IMPORT]
-    return [json.loads(subprocess.check_output(command, text=True)) for _ in range(3)]
-
-
-def test_import_brings_nothing_heavier_than_torch(fresh_imports):
-    modules = fresh_imports[0]["modules"]
+    runs = [json.loads(subprocess.check_output(command, text=True)) for _ in range(3)]
+    modules = runs[0]["modules"]
     assert [m for m in modules if any(m == h or m.startswith(f"{h}.") for h in HEAVY)] == []
-
-
-def test_import_is_quick(fresh_imports):
-    assert min(run["ecoformer"] for run in fresh_imports) < 0.3
-
-
-def test_import_starts_no_device_and_changes_no_setting(fresh_imports):
-    plain = "import torch; print(torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled())"
-    expected = subprocess.check_output([sys.executable, "-c", plain], text=True).split()
-    run = fresh_imports[0]
-    assert run["cuda"] is False
-    assert [str(run[key]) for key in ("threads", "dtype", "grad")] == expected
+    assert min(run["seconds"] for run in runs) < 0.3
+    assert not runs[0]["cuda"]
+    assert runs[0]["same"]
 
 
 def test_public_names_exist_and_are_documented():
     assert [name for name in ecoformer.__all__ if not hasattr(ecoformer, name)] == []
     assert len(set(ecoformer.__all__)) == len(ecoformer.__all__)
-    undocumented = [n for n in ecoformer.__all__ if not getattr(ecoformer, n).__doc__]
-    assert undocumented == []
-
-
-def test_contracted_names_are_public():
-    contract = {"hash_attention", "pack_codes", "unpack_codes", "HashAttentionState", "EcoAttention"}
-    contract |= {"KernelHasher", "KlshHasher", "LshHasher", "SignHasher", "fit_hashers"}
-    contract |= {"create_attention", "list_attentions"}
-    assert contract <= set(ecoformer.__all__)
+    assert [name for name in ecoformer.__all__ if not getattr(ecoformer, name).__doc__] == []
 
 
 @pytest.fixture(scope="module")

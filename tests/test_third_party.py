@@ -3,7 +3,6 @@
 import pathlib
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
@@ -11,36 +10,19 @@ from ecoformer import third_party
 
 pytest.importorskip("timm")
 REPAIR = "from ecoformer.third_party import repair_torchvision; repair_torchvision()\n"
-# A torchvision of another build fails in this way.
-BROKEN = "raise RuntimeError('operator torchvision::nms does not exist')\n"
 
 
-def python(script, *, path=None):
+def python(script):
     """Standard output of a script, which must succeed."""
-    lines = f"import sys; sys.path.insert(0, {str(path)!r})\n" if path else ""
-    command = [sys.executable, "-c", lines + textwrap.dedent(script)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     return run.stdout.splitlines()
 
 
-def test_import_leaves_other_packages_alone():
-    out = python("""
-        import sys, torch
-        finders, operators = list(sys.meta_path), dir(torch.ops.torchvision)
-        import ecoformer
-        print(sys.meta_path == finders, dir(torch.ops.torchvision) == operators)
-        print([n for n in ("timm", "torchvision", "transformers") if n in sys.modules])
-    """)
-    assert out == ["True True", "[]"]
-
-
-@pytest.mark.parametrize("first", ["timm", "ecoformer.models"])
-def test_models_are_registered_by_their_package(first):
-    second = "timm" if first != "timm" else "ecoformer.models"
+@pytest.mark.parametrize("imports", ["import timm, ecoformer.models", "import ecoformer.models, timm"])
+def test_models_are_registered_by_their_package(imports):
     script = f"""
-import {first}
-import {second}
+{imports}
 print(*timm.list_models("ecoformer_*"))
 print(type(timm.create_model("ecoformer_twins_svt_small", num_classes=3)).__name__)
 """
@@ -50,50 +32,16 @@ print(type(timm.create_model("ecoformer_twins_svt_small", num_classes=3)).__name
     assert model == "EcoTwins"
 
 
-def test_without_timm():
-    out = python("""
-        import sys
-        sys.modules["timm"] = None
-        import ecoformer.models.text
-        print(ecoformer.models.text.TextEncoder(length=8).classes)
-        try:
-            import ecoformer.models.pvt_v2
-        except ModuleNotFoundError as error:
-            print(error.name)
-    """)
-    assert out[0] == "2"
-    assert out[1].startswith("timm")
+def test_text_encoders_do_not_need_timm():
+    script = "import sys; sys.modules['timm'] = None; from ecoformer.models.text import TextEncoder"
+    assert python(f"{script}; print(TextEncoder(length=8).classes)") == ["2"]
 
 
-def test_builds_that_do_not_match_are_named_in_one_line(tmp_path):
-    (tmp_path / "timm.py").write_text(BROKEN)
-    out = python(
-        """
-        import warnings
-        with warnings.catch_warnings(record=True) as caught:
-            import ecoformer.models
-        print(*[w.message for w in caught])
-        from ecoformer.third_party import check_timm_name
-        try:
-            check_timm_name("pvt_v2_b0", "")
-        except ImportError as error:
-            print(error)
-        """,
-        path=tmp_path,
-    )
-    assert len(out) == 2
-    assert all("torchvision" in line and "different builds" in line for line in out)
-
-
-def test_a_load_registers_our_models(tmp_path):
-    saved = f"""
-import ecoformer, ecoformer.models, timm
-small = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 1, 1), num_heads=(1, 2, 3, 4))
-ecoformer.save(timm.create_model("ecoformer_pvt_v2_b0", **small), {str(tmp_path / "m.safetensors")!r})
-"""
-    python(REPAIR + saved)
-    load = f"import ecoformer; print(type(ecoformer.load({str(tmp_path / 'm.safetensors')!r})).__name__)"
-    assert python(REPAIR + load) == ["EcoPyramidVisionTransformerV2"]
+def test_builds_that_do_not_match_are_named_in_one_line(tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"torchvision .* are different builds"):
+        third_party.import_library("broken")
 
 
 def test_the_extras_that_errors_name_exist():

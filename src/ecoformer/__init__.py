@@ -1,6 +1,6 @@
 """Energy-saving attention with linear complexity for PyTorch."""
 
-from ecoformer.accounting import Allocation, Ledger, Plan, allocate, cost, plan
+from ecoformer.accounting import Ledger, Plan, cost, plan
 from ecoformer.affinity import Affinity
 from ecoformer.attention import (
     Attention,
@@ -35,14 +35,13 @@ from ecoformer.hashing import (
     fitting,
     hashers_of,
 )
-from ecoformer.quantization import Quantization, fake_quantized, quantize
+from ecoformer.quantization import Quantization, quantize
 from ecoformer.streaming import HashAttentionState
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Affinity",
-    "Allocation",
     "Attention",
     "CheckpointError",
     "Conversion",
@@ -62,14 +61,12 @@ __all__ = [
     "RefitHashers",
     "SignHasher",
     "Transfer",
-    "allocate",
     "convert",
     "cost",
     "create_attention",
     "distill",
     "eco_attention",
     "export_onnx",
-    "fake_quantized",
     "fit_hashers",
     "fitting",
     "hash_attention",

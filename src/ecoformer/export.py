@@ -25,7 +25,6 @@ from ecoformer.third_party import import_library
 OPSET = 20
 """The first with Gelu as one operator."""
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-_LARGEST_FILE = 2_000_000_000
 _LARGEST_ERROR = 0.01
 """Over the outputs' root mean square. Rounding may flip a bit of a code, so 1e-6 would be too strict."""
 _LARGEST_INTEGER_ERROR = 0.1
@@ -98,7 +97,6 @@ def export_onnx(
     """
     for package in _PACKAGES:
         import_library(package)
-    _check_size(model)
     path = Path(path)
     for module in model.modules():
         if isinstance(module, HasGrids):
@@ -121,14 +119,12 @@ def export_onnx(
                 program, fixed = _program(model, inputs, reference, fixed, opset)
                 program.save(str(temporary), external_data=False)
             operators = _operators(program.model)
-            batches = (
-                inputs,
-                {k: x[:1] for k, x in inputs.items()},
-                *others,
-                *(_named(x, model) for x in samples),
-            )
-            kept = [batch for batch in batches if _fits(batch, inputs, fixed)]
-            compared = _compare(model, temporary, kept)
+            single = {name: x[:1] for name, x in inputs.items()}
+            batches = [inputs, single, *others, *(_named(x, model) for x in samples)]
+            if fixed:
+                sizes = {name: x.shape[1:] for name, x in inputs.items()}
+                batches = [b for b in batches if {name: x.shape[1:] for name, x in b.items()} == sizes]
+            compared = _compare(model, temporary, batches)
             size = temporary.stat().st_size
     graph = program.model.graph
     return OnnxExport(
@@ -141,15 +137,6 @@ def export_onnx(
         fixed=fixed,
         **compared,
     )
-
-
-def _check_size(model: nn.Module) -> None:
-    total = sum(x.numel() * x.element_size() for x in (*model.parameters(), *model.buffers()))
-    if total > _LARGEST_FILE:
-        raise ValueError(
-            f"{type(model).__name__} has {total / 1e9:.1f} GB of weights, and a single ONNX file holds 2 GB: "
-            "use torch.onnx.export(model, ..., dynamo=True, external_data=True)"
-        )
 
 
 def _named(example: Tensor | Inputs, model: nn.Module) -> dict[str, Tensor]:
@@ -345,14 +332,9 @@ def _shape(value: Any) -> Shape:
     return tuple(size if isinstance(size, int) else str(size.value) for size in value.shape)
 
 
-def _fits(batch: Inputs, inputs: Inputs, fixed: dict[str, str]) -> bool:
-    return not fixed or all(x.shape[1:] == inputs[name].shape[1:] for name, x in batch.items())
-
-
 def _compare(model: nn.Module, path: Path, batches: Iterable[Inputs]) -> dict[str, Any]:
     """Errors of ONNX Runtime against PyTorch; raises where the file computes something else."""
     onnxruntime = import_library("onnxruntime")
-
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # errors are raised, not printed
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

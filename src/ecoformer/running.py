@@ -61,10 +61,7 @@ def run_on_meta(model: nn.Module, example: Any) -> None:
     try:
         torch.func.functional_call(model, state, args, kwargs)
     finally:
-        for (
-            each,
-            before,
-        ) in kept:  # functional_call does not give modules that are used twice their weights back
+        for each, before in kept:  # functional_call loses weights of modules that are used twice
             each.update(before)
 
 

@@ -1,9 +1,4 @@
-"""Optional packages: the extras that install them, our models registered with timm, torchvision repaired.
-
-`import ecoformer` imports none of them. A torchvision built for CUDA cannot load its operators beside a CPU
-build of torch. Its import then fails with "operator torchvision::nms does not exist", and so do those of timm
-and transformers.
-"""
+"""Optional packages, which `import ecoformer` does not import, and the extras that install them."""
 
 from __future__ import annotations
 
@@ -17,10 +12,6 @@ from typing import Any
 
 import torch
 
-_DECLARED: list[torch.library.Library] = []
-"""Declarations last as long as their library object."""
-
-
 EXTRAS = {
     "vision": ("timm", "torchvision", "PIL"),
     "text": ("transformers", "tokenizers"),
@@ -30,6 +21,9 @@ EXTRAS = {
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
 }
 """Packages that an extra of ours installs."""
+
+_declared: list[Any] = []
+"""Declarations last as long as their library object."""
 
 
 def import_library(name: str) -> Any:
@@ -78,10 +72,11 @@ def check_timm_name(name: str, problem: str) -> None:
 def repair_torchvision() -> None:
     """Declare the operators that torchvision's import asks for, where its binary cannot be loaded.
 
-    Only our commands, benchmarks and tests call this. They do not use the operators.
+    A torchvision built for CUDA cannot load its operators beside a CPU build of torch, and timm and
+    transformers then cannot be imported. Only our commands and tests call this.
     """
     spec = importlib.util.find_spec("torchvision")
-    if spec is None or spec.origin is None or _DECLARED:
+    if spec is None or spec.origin is None or _declared:
         return
     for binary in Path(spec.origin).parent.glob("_C*"):
         with contextlib.suppress(OSError):
@@ -91,4 +86,4 @@ def repair_torchvision() -> None:
     library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _DECLARED.append(library)
+    _declared.append(library)

@@ -148,31 +148,6 @@ def test_sums_outside_of_layers_are_free(how):
     assert cost(Inline(how), (2, 5, 8)).uncounted == ()
 
 
-def test_a_layer_that_is_called_twice_is_listed_once():
-    layer = Inline("matmul")
-    assert cost(nn.Sequential(layer, layer), (2, 5, 8)).uncounted == ("0 (Inline)",)
-
-
-def test_a_layer_without_inputs_is_listed():
-    class Made(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(8, 8))
-
-        def forward(self):
-            return self.weight @ self.weight
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.made = Made()
-
-        def forward(self, x):
-            return x + self.made()
-
-    assert cost(Model(), (8, 8)).uncounted == ("made (Made)",)
-
-
 def test_tokens_before_an_image_have_no_neighbours():
     with torch.device("meta"):
         model = timm.create_model("vit_tiny_patch16_224", depth=1)

@@ -13,8 +13,8 @@ from small_models import executed, pvt
 from torch import Tensor, nn
 
 import ecoformer
-from ecoformer.accounting import EnergyTable, energy_table
-from ecoformer.accounting.cpu_kernels import code_counts, integer_counts
+from ecoformer.accounting import energy_table
+from ecoformer.accounting.operators import hashed_attention
 from ecoformer.bitfusion import simulate_model
 from ecoformer.operations import Counts
 
@@ -22,50 +22,34 @@ X = torch.ones(3, 4)
 OURS = torch.ops.ecoformer
 BYTES, WORDS = X.to(torch.int8), X.to(torch.int32)
 
-WIDTHS: list[tuple[str, Callable[[], Any], dict[str, Counts]]] = [
-    ("fp32", lambda: X * X, {"fp32": Counts(mul=12)}),
-    ("fp64", lambda: X.double() * 2, {"fp32": Counts(mul=12)}),
-    ("fp16", lambda: X.half() + X.half(), {"fp16": Counts(add=12)}),
-    ("bf16", lambda: X.bfloat16() @ X.bfloat16().t(), {"bf16": Counts(mul=36, add=36)}),
-    ("fp16 and a scalar of fp32", lambda: X.half() * torch.tensor(2.0), {"fp16": Counts(mul=12)}),
-    ("fp16 and fp32", lambda: X.half() * X, {"fp32": Counts(mul=12)}),
-    ("int8", lambda: BYTES + BYTES, {"int8": Counts(add=12)}),
-    ("int16", lambda: BYTES.to(torch.int16) * 3, {"int16": Counts(mul=12)}),
-    ("int32", lambda: WORDS + WORDS, {"int32": Counts(add=12)}),
-    ("int64", lambda: WORDS.long() + 1, {"int32": Counts(add=12)}),
-    ("a sum of int8", lambda: BYTES.sum(dim=0), {"int32": Counts(add=12)}),
-    ("flags", lambda: (X > 0) & (X > 1), {"fp32": Counts(compare=24), "int8": Counts(shift=12)}),
-    (
-        "numbers by flags",
-        lambda: torch.where(X > 0, BYTES, 0),
-        {"fp32": Counts(compare=12), "int8": Counts(compare=12)},
-    ),
-    ("rows of a table", lambda: X.half()[torch.tensor([0, 2])], {"fp16": Counts(lookup=8)}),
-    (
-        "sums in buckets",
-        lambda: X.half().index_add(0, torch.tensor([0]), X[:1].half()),
-        {"fp16": Counts(add=4, lookup=4)},
-    ),
-    ("integers become numbers", lambda: WORDS * X, {"fp32": Counts(mul=12)}),
-    (
-        "numbers become int8",
+WIDTHS: dict[str, tuple[Callable[[], Any], dict[str, Counts]]] = {
+    "fp64": (lambda: X.double() * 2, {"fp32": Counts(mul=12)}),
+    "fp16": (lambda: X.half() + X.half(), {"fp16": Counts(add=12)}),
+    "bf16": (lambda: X.bfloat16() @ X.bfloat16().t(), {"bf16": Counts(mul=36, add=36)}),
+    "fp16 and a scalar of fp32": (lambda: X.half() * torch.tensor(2.0), {"fp16": Counts(mul=12)}),
+    "fp16 and fp32": (lambda: X.half() * X, {"fp32": Counts(mul=12)}),
+    "int8": (lambda: BYTES + BYTES, {"int8": Counts(add=12)}),
+    "int16": (lambda: BYTES.to(torch.int16) * 3, {"int16": Counts(mul=12)}),
+    "int64": (lambda: WORDS.long() + 1, {"int32": Counts(add=12)}),
+    "a sum of int8": (lambda: BYTES.sum(dim=0), {"int32": Counts(add=12)}),
+    "integers become numbers": (lambda: WORDS * X, {"fp32": Counts(mul=12)}),
+    "rows of a table": (lambda: X.half()[torch.tensor([0, 2])], {"fp16": Counts(lookup=8)}),
+    "numbers become int8": (
         lambda: (X / 3).round().clamp(-127, 127).to(torch.int8),
-        {"fp32": Counts(mul=12, compare=36)},
+        {"fp32": Counts(mul=12, compare=24)},
     ),
-    (
-        "attention",
+    "attention": (
         lambda: nn.functional.scaled_dot_product_attention(*[X.half()[None, None]] * 3),
-        {"fp16": Counts(mul=90, add=90, compare=9, exp=9)},
+        {"fp16": Counts(mul=72, add=72, exp=9)},
     ),
-    (
-        "products of int8",
+    "products of int8": (
         lambda: torch._int_mm(BYTES, BYTES.t()),
         {"int8": Counts(mul=36), "int32": Counts(add=36)},
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("call", "widths"), [case[1:] for case in WIDTHS], ids=[case[0] for case in WIDTHS])
+@pytest.mark.parametrize(("call", "widths"), WIDTHS.values(), ids=WIDTHS)
 def test_every_operator_has_a_width(call: Callable[[], Any], widths: dict[str, Counts]) -> None:
     counts, uncounted = executed(call)
     assert (counts.widths, uncounted) == (widths, ())
@@ -109,16 +93,14 @@ def test_widths_without_figures_pay_those_of_wider_ones() -> None:
     assert energy_table({"mul": 2, "add": 1}).energy_pj(Counts(mul=3).of("int8")) == 6
 
 
-@pytest.mark.parametrize("attention", ["softmax", "eco", "sharp_eco"])
-def test_fp32_models_cost_the_same_with_and_without_a_width(attention: str) -> None:
-    model, how = pvt(attention), {"accounting": "exact", "backend": "cpu"}
-    for table in ("45nm", "45nm-dram", "7nm-hbm"):
-        one, every = (
-            ecoformer.cost(model, (1, 3, 64, 64), energy=name, **how) for name in (f"fp32-{table}", table)
-        )
-        assert one.energy_pj == every.energy_pj
-        assert list(every.to_dict()["widths"]) == ["fp32"]
-        assert " (M): fp32" not in str(every)
+def test_fp32_models_cost_the_same_with_and_without_a_width() -> None:
+    one, every = (
+        ecoformer.cost(pvt("eco"), (1, 3, 64, 64), accounting="exact", energy=name)
+        for name in ("fp32-45nm-dram", "45nm-dram")
+    )
+    assert one.energy_pj == every.energy_pj
+    assert list(every.to_dict()["widths"]) == ["fp32"]
+    assert " (M): fp32" not in str(every)
 
 
 class _Integer(nn.Module):
@@ -133,7 +115,7 @@ def test_a_ledger_says_how_operations_divide_by_width() -> None:
     ledger = ecoformer.cost(_Integer(), (32, 64), accounting="exact", energy="45nm-sram")
     terms, inputs, outputs = 32 * 32 * 64, 32 * 64, 32 * 32
     widths = {
-        "fp32": {"mul": inputs + outputs, "compare": 3 * inputs},
+        "fp32": {"mul": inputs + outputs, "compare": 2 * inputs},
         "int8": {"mul": terms},
         "int32": {"add": terms},
     }
@@ -153,63 +135,36 @@ def meta(*size: int, dtype: torch.dtype = torch.int8) -> Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
 
 
-def test_integer_operators_count_by_formula() -> None:
+def test_operators_of_whole_numbers() -> None:
     image, weight = meta(1, 4, 6, 6), meta(8, 2, 3, 3)
     counts, _ = executed(OURS.integer_conv2d, image, weight, [1, 1], [1, 1], 2)
     terms = 8 * 16 * 2 * 9
     assert counts.widths == {"int8": Counts(mul=terms), "int32": Counts(add=terms)}
     assert counts.bytes == 4 * 36 + 8 * 2 * 9 + 4 * 8 * 16
     counts, _ = executed(OURS.pack_signs, meta(5, 32, dtype=torch.int32), meta(32, dtype=torch.int32), 16)
-    assert counts == Counts(compare=2 * 5 * 32, bytes=4 * (5 * 32 + 32) + 2 * 5 * 2)
+    assert counts == Counts(compare=5 * 32, bytes=4 * (5 * 32 + 32) + 2 * 5 * 2)
     codes, v = meta(2, 3, 100, dtype=torch.int16), meta(2, 3, 100, 32)
     levels, multiplier = meta(3, 4, 5, dtype=torch.int32), meta(3, 2, dtype=torch.int32)
     counts, uncounted = executed(
         OURS.integer_attention, codes, codes, v, levels, multiplier, meta(2, 3, 100), None
     )
     assert uncounted == ()
-    assert counts.widths == integer_counts(6, 100, 100, 32, 4, 4, weighted=True).widths
+    assert counts.widths == {"int32": hashed_attention(100, 100, 32, 4, 4, weighted=True) * 6}
     assert counts.bytes == 2 * 600 * 2 + 2 * 600 * 32 + 600 + 4 * (3 * 4 * 5 + 3 * 2)
 
 
-def test_integer_attention_by_hand() -> None:
-    tokens, dim, row = 100, 32, 33
-    keys = Counts(lookup=4 * dim, add=4 * row, shift=dim) * tokens
-    fold = Counts(add=4 * 16 * row)
-    mixed = Counts(mul=5, add=6 + 4) * (4 * 16 * row)
-    narrowed = Counts(compare=1, add=1, shift=1) * (4 * 16 * dim)
-    queries = Counts(lookup=4 * dim, add=4 * row) + Counts(mul=1, compare=1, shift=3)
-    outputs = Counts(shift=2, add=2, compare=2) * dim
-    found = integer_counts(1, tokens, tokens, dim, 4, 4, weighted=True)
-    assert found.widths == {
-        "int32": keys + fold + mixed + narrowed + (queries + outputs) * tokens,
-        "int16": Counts(mul=dim * tokens),
-    }
-
-
-def test_integer_attention_has_the_buckets_of_the_fp32_kernels() -> None:
-    layer = ecoformer.create_attention("sharp_eco", 32, 1)
-    wide, narrow = code_counts(layer, 1, 3136), integer_counts(1, 3136, 3136, 32, 4, 4, weighted=True)
-    assert narrow.lookup == wide.lookup
-    assert narrow.add == pytest.approx(wide.add + 2 * 3136 * 32, rel=0.1)  # and what rounds outputs
-    tables = {process: energy_table(process) for process in ("45nm", "7nm")}
-    assert all(table.energy_pj(narrow) < table.energy_pj(wide) for table in tables.values())
-
-
-def test_a_table_of_one_width_has_no_others() -> None:
-    assert energy_table("fp32-45nm").widths == {}
-    assert EnergyTable("own", {"mul": 1, "add": 1}).widths == {}
-
-
-def test_kernels_keep_the_sums_of_integer_layers_in_registers() -> None:
-    model = nn.Sequential(_Integer(), nn.ReLU())
-    eager, fused = (
-        ecoformer.cost(model, (32, 64), accounting="exact", backend=name) for name in ("eager", "cpu")
-    )
-    inputs, outputs = 32 * 64, 32 * 32
-    assert eager.rows[0].counts.bytes == (4 * 7 + 1) * inputs + 2 * inputs + 3 * 4 * outputs
-    assert fused.rows[0].counts.bytes == (4 + 1) * inputs + 2 * inputs + 4 * outputs
-    assert eager.rows[0].counts.widths == fused.rows[0].counts.widths
-    assert eager.rows[1] == fused.rows[1]
+@pytest.mark.parametrize(
+    ("layer", "example"), [(nn.Linear(64, 32), (2, 9, 64)), (nn.Conv2d(3, 8, 3), (2, 3, 9, 9))]
+)
+def test_only_ends_and_weights_of_integer_layers_reach_memory(layer: nn.Module, example: Any) -> None:
+    model = nn.Sequential(layer)
+    before = ecoformer.cost(model, example, accounting="exact").total
+    ecoformer.quantize(model, [torch.randn(example)], progress=False)
+    after = ecoformer.cost(model, example, accounting="exact").total
+    weights, channels = layer.weight.numel(), len(layer.weight)
+    scales = 4 * channels  # beside biases, which have 32 bits in both
+    assert before.bytes - after.bytes == 3 * weights - scales
+    assert after.widths["int8"].mul == before.mul
 
 
 @pytest.mark.filterwarnings("ignore:.*hash functions")
@@ -228,8 +183,7 @@ def test_quantised_models(attention: str) -> None:
     found = simulate_model(model, image)
     assert (found.macs, found.uncounted) == (cycles.macs, ())
     assert found.total.cycles == cycles.total.cycles
-    fused = ecoformer.cost(model, image, accounting="exact", backend="cpu")
-    assert fused.total.bytes < after[1].total.bytes / 2
+    assert after[1].total.bytes < before[1].total.bytes
 
 
 def test_quantised_attention_of_other_libraries_is_known_to_bitfusion() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from ecoformer.bitfusion import printed_table, simulate, simulate_layer
+from ecoformer.attention import create_attention
+from ecoformer.bitfusion import printed_table, simulate, simulate_model
 from ecoformer.operations import Product
 
 # inputs, outputs, activation bits, weight bits, cycles, nJ; 16 rows
@@ -64,15 +68,22 @@ def test_the_papers_table():
     ("mechanism", "million_cycles", "ms", "mj"), [("softmax", 68.0, 136, 209), ("eco", 4.24, 8.5, 12.6)]
 )
 def test_complete_layer(mechanism, million_cycles, ms, mj):
-    total = simulate_layer(mechanism)
+    total = layer(mechanism, 16, 3136)
     assert total.cycles / 1e6 == pytest.approx(million_cycles, rel=1e-3)
     assert total.latency_s * 1e3 == pytest.approx(ms, rel=5e-3)
     assert total.energy_nj / 1e6 == pytest.approx(mj, rel=1e-3)
 
 
-def test_softmax_products_grow_with_the_square_of_the_tokens_and_eco_with_the_tokens():
-    def cycles(mechanism, tokens):
-        return simulate_layer(mechanism, batch=1, tokens=tokens).cycles
+def layer(mechanism, batch, tokens):
+    return simulate_model(create_attention(mechanism, 32, 1), (batch, tokens, 32)).total
 
-    assert cycles("softmax", 4096) > 3.5 * cycles("softmax", 2048)
-    assert cycles("eco", 4096) < 2.1 * cycles("eco", 2048)
+
+def test_softmax_grows_with_the_square_of_the_tokens_and_eco_with_the_tokens():
+    assert layer("softmax", 1, 4096).cycles > 3.5 * layer("softmax", 1, 2048).cycles
+    assert layer("eco", 1, 4096).cycles < 2.1 * layer("eco", 1, 2048).cycles
+
+
+def test_the_result_file_is_what_is_computed():
+    path = Path(__file__).resolve().parents[2] / "results" / "bitfusion.json"
+    rows = json.loads(path.read_text())["figures"]["table"]
+    assert [row["energy_nj"] for row in rows] == pytest.approx([row["energy_nj"] for row in printed_table()])

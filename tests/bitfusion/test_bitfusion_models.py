@@ -8,7 +8,7 @@ from torch import nn
 
 import ecoformer
 from ecoformer.attention import SoftmaxAttention, create_attention
-from ecoformer.bitfusion import simulate_layer, simulate_model
+from ecoformer.bitfusion import simulate_model
 from ecoformer.operations import Convolution, Counts, Product
 
 
@@ -73,16 +73,6 @@ def test_convolutions(model, size, expected):
     assert [item for item in work if isinstance(item[0], Convolution)] == [(expected, (8, 8))]
 
 
-@pytest.mark.parametrize("code_bits", [None, 1, 2])
-@pytest.mark.parametrize(("mechanism", "cycles"), [("softmax", 288_468), ("eco", 67_316)])
-def test_a_layer_and_a_model_of_that_layer_agree(mechanism, cycles, code_bits):
-    model = nn.Sequential(create_attention(mechanism, 32, 1))
-    of_model = simulate_model(model, (1, 784, 32), code_bits=code_bits).total
-    of_layer = simulate_layer(mechanism, batch=1, tokens=784, code_bits=code_bits)
-    assert of_layer == of_model
-    assert (of_layer.cycles == cycles) is (mechanism == "softmax" or code_bits is None)
-
-
 def test_projections_stored_as_one_matrix_are_separate_products():
     class Layer(nn.Module):
         def __init__(self):
@@ -140,22 +130,6 @@ def test_products_are_those_that_run(name, settings, sums):
     assert ours == counter.get_total_flops() // 2 - 3 * 2 * 60 * sums
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "hashing"),
-    [
-        ("klsh_eco", {}, [(300, 16, 25, 2, 8, 8), (300, 25, 16, 2, 8, 8)]),
-        ("lsh_eco", {"bits": 8}, [(300, 16, 8, 2, 8, 8)]),
-        ("bi_eco", {"bits": 64}, [(300, 16, 64, 2, 8, 8)]),
-        ("bi_eco", {"features": "channels"}, []),
-    ],
-)
-def test_hash_functions(name, settings, hashing):
-    layer = create_attention(name, 32, 2, **settings)
-    found = products(nn.Sequential(layer), (3, 100, 32))["0"]
-    assert found[:-3] == hashing
-    assert found[-2] == (100, layer.hasher.bits, 16, 6, 8, 8)
-
-
 class Doubled(SoftmaxAttention):
     """A user's mechanism."""
 
@@ -175,7 +149,7 @@ class Described(Doubled):
         return [*SoftmaxAttention.operations(self, batch, tokens), Counts(mul=rows * self.head_dim)]
 
 
-def test_a_users_mechanism_is_counted_by_adding_one_method(monkeypatch):
+def test_a_users_mechanism_is_counted_by_adding_one_method():
     unknown, known = nn.Sequential(Doubled(32, 2)), nn.Sequential(Described(32, 2))
     softmax = nn.Sequential(SoftmaxAttention(32, 2))
     size = (1, 10, 32)
@@ -185,9 +159,6 @@ def test_a_users_mechanism_is_counted_by_adding_one_method(monkeypatch):
     assert simulate_model(known, size).uncounted == ecoformer.cost(known, size).uncounted == ()
     extra = Counts(mul=10 * 32)
     assert ecoformer.cost(known, size).total == ecoformer.cost(softmax, size).total + extra
-    monkeypatch.setattr(SoftmaxAttention, "operations", lambda *_: None)
-    with pytest.raises(ValueError, match=r"SoftmaxAttention\.operations"):
-        simulate_layer("softmax")
     layer = create_attention("eco", 32, 2)
     layer.hasher.__class__ = type("Mine", (type(layer.hasher),), {"project": lambda *_: None})
     assert simulate_model(nn.Sequential(layer), size).uncounted == ("0 (eco)",)
@@ -203,14 +174,6 @@ def test_pyramid_as_it_is_has_reduced_keys():
     assert depthwise.work[0][0].groups == 256
 
 
-def test_windows_are_counted_as_windows():
-    layers = {
-        layer.name: layer for layer in simulate_model(built("twins_svt_small"), (1, 3, 224, 224)).layers
-    }
-    windows = [Product(49, 32, 49, 64 * 2), Product(49, 49, 32, 64 * 2)]
-    assert [op for op, _ in layers["blocks.0.0.attn"].work] == windows
-
-
 def test_parts_and_layers_sum_to_the_total():
     result = simulate_model(built("pvt_v2_b0", "eco", local=(3, 3)), (1, 3, 224, 224))
     facts = result.to_dict()
@@ -224,10 +187,12 @@ def test_parts_and_layers_sum_to_the_total():
 
 def test_the_model_is_left_as_it_was():
     model = nn.Sequential(create_attention("eco", 32, 2, local=(3, 3)), nn.Dropout())
-    model[0].local.train()
-    before = torch.backends.mha.get_fastpath_enabled()
     with pytest.raises(ValueError, match=r"Sequential cannot take an input of \(1, 9, 32\): local=\(3, 3\)"):
         simulate_model(model, (1, 9, 32))
     assert not model[0].local._forward_pre_hooks
     assert model.training
-    assert torch.backends.mha.get_fastpath_enabled() is before
+
+
+def test_a_model_without_products_is_refused():
+    with pytest.raises(ValueError, match="BitFusion simulates no layer of Sequential"):
+        simulate_model(nn.Sequential(nn.ReLU()), (1, 9, 32))

@@ -85,8 +85,6 @@ def run(tmp_path, monkeypatch, capsys):
     """Runs the command in an empty folder."""
     monkeypatch.chdir(tmp_path)
 
-    monkeypatch.setattr("ecoformer.cli.common.FIRST_SECONDS", 1000)
-
     def command(*arguments, columns=120):
         capsys.readouterr()
         monkeypatch.setenv("COLUMNS", str(columns))

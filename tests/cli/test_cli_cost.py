@@ -1,6 +1,7 @@
-"""`ecoformer cost` and `ecoformer simulate` as a user meets them."""
+"""`ecoformer cost` as a user meets it."""
 
 import json
+import re
 
 import pytest
 
@@ -67,7 +68,6 @@ def test_tokens_of_a_text_model(run, tmp_path):
     ("arguments", "message"),
     [
         (("cost", "pvt_v2_b0", "--attention", "ecoo"), "did you mean 'eco'?"),
-        (("cost", "pvt_v2_b0", "--backend", "cpu"), 'needs accounting="exact"'),
         (("cost", "pvt_v2_b0", "--energy", "fp99"), "energy must be one of fp32|fp16"),
         (("cost", "pvt_v2_b0", "--attention", "eco", "--compare", "eco"), "cannot be combined"),
         (("cost", "pvt_v2_bo"), "did you mean pvt_v2_b"),
@@ -85,7 +85,12 @@ def test_tokens_of_a_text_model(run, tmp_path):
         (("cost", "pvt_v2_b0", "--compare", "softmax,eco", "--sweep", "support=8"), "'support' of softmax"),
         (("cost", "pvt_v2_b0", "--sweep", "resolution=64", "--tokens", "8"), "cannot be combined"),
         (("cost", "pvt_v2_b0", "--sweep", "resolution=64,big"), "positive integers, got '64,big'"),
-        (("simulate", "fc", "--rows", "0", "--inputs", "8", "--outputs", "8"), "rows"),
+        (
+            ("cost", "pvt_v2_b0", "--on", "bitfusion", "--energy", "7nm"),
+            "--on and --energy cannot be combined",
+        ),
+        (("cost", "pvt_v2_b0", "--on", "bitfusion", "--sweep", "resolution=64,96"), "cannot be combined"),
+        (("cost", "pvt_v2_b9", "--on", "bitfusion"), "pvt_v2_b9"),
     ],
 )
 def test_mistakes(run, arguments, message):
@@ -95,13 +100,22 @@ def test_mistakes(run, arguments, message):
     assert err.count("\n") == 1
 
 
-def test_the_cpu_backend(run):
-    on_cpu = ("cost", "pvt_v2_b0", "--resolution", "64", "--accounting", "exact", "--backend", "cpu")
-    few, many = json.loads(run(*on_cpu, "--attention", "eco", "--sweep", "bits=8,16", "--json")[1])
-    assert 0 < few["lookup"] < many["lookup"]
+def test_on_bitfusion(run):
+    model = ("cost", "pvt_v2_b0", "--resolution", "64", "--on", "bitfusion")
+    found = json.loads(run(*model, "--compare", "softmax,eco", "--json")[1])
+    assert list(found) == ["native", "softmax", "eco"]
+    assert found["eco"]["macs"] < found["softmax"]["macs"]
+    assert json.loads(run(*model, "--attention", "eco", "--json")[1]) == found["eco"]
+    out = run(*model, "--compare", "softmax,eco")[1]
+    assert [row[:2] for row in rows_of(out)[:3]] == [[name, f"{r['cycles']:,}"] for name, r in found.items()]
+    share = found["eco"]["parts"]["ffn"]["energy_nj"] / found["eco"]["energy_nj"]
+    assert re.search(f"energy of eco: attention [0-9]+%, ffn {share:.0%}, other [0-9]+%", out)
+    assert "not simulated: normalisation, activations, softmax" in out
+    assert "not counted" not in out
 
 
 def test_what_is_not_counted_is_named_below_the_table(run):
-    out = run("cost", "swin_tiny_patch4_window7_224", "--sweep", "resolution=224")[1]
-    assert "not counted (native): layers.0.blocks.0.attn (WindowAttention), " in out
+    for options in (("--sweep", "resolution=224"), ("--on", "bitfusion")):
+        out = run("cost", "swin_tiny_patch4_window7_224", *options)[1]
+        assert "not counted (native): layers.0.blocks.0.attn (WindowAttention), " in out
     assert "not counted" not in run("cost", "pvt_v2_b0", "--compare", "eco", "--resolution", "64")[1]

@@ -1,6 +1,5 @@
 """`ecoformer convert --data`: on images, on texts, and on neither."""
 
-import functools
 import json
 import pathlib
 import random
@@ -88,38 +87,20 @@ class TestFitting:
         assert same_state(fit(1, "2.safetensors"), first)
         assert not same_state(fit(2, "3.safetensors"), first)
 
-    def test_samples(self, convert):
-        fit = functools.partial(convert, "bert_with_words", "--data", "texts.txt", *QUICK)
-        six = fit("--samples", 6, out="1.safetensors").model
-        assert same_state(six, fit("--samples", 6, out="2.safetensors").model)
-        assert not same_state(six, fit("--samples", 7, out="3.safetensors").model)
-
-    @pytest.mark.parametrize(
-        ("samples", "shown"),
-        [("2", "2 samples"), ("64", "3 samples")],
-    )
-    def test_what_a_person_sees(self, cli, samples, shown):
-        done = cli("convert", "ours.safetensors", "o", "--data", "photos", "--samples", samples, *QUICK)
+    def test_what_a_person_sees(self, cli):
+        done = cli("convert", "ours.safetensors", "o", "--data", "photos", "--samples", "2", *QUICK)
         assert done.status == 0
-        assert f"fitted 3 hashers on {shown} of photos" in done.out.splitlines()
-        assert "fit_hashers" not in done.out
+        assert "fitted 3 hashers on 2 samples of photos" in done.out.splitlines()
 
     @pytest.mark.parametrize(
         ("source", "arguments", "words"),
         [
             ("ours.safetensors", ["empty"], ["--data empty", "no image", ".png"]),
-            ("ours.safetensors", ["nowhere"], ["--data", "nowhere"]),
             ("ours.safetensors", ["texts.txt"], ["--data texts.txt", "folder of images"]),
-            ("ours.safetensors", ["photos/a.png"], ["--data photos/a.png", "folder of images"]),
             ("ours.safetensors", ["photos", "--attention", "softmax"], ["softmax", "no hash functions"]),
             ("bert", ["texts.txt"], ["--data texts.txt", "bert/", "tokenizer.save_pretrained"]),
             ("bert_with_words", ["photos"], ["--data photos", "takes texts: pass a text file"]),
             ("bert_with_words", ["blank.txt"], ["--data blank.txt"]),
-            (
-                "bert_with_words",
-                ["texts.txt", "--samples", "1", "--attention", "eco"],
-                ["support=25", "more tokens"],
-            ),
             ("vit", ["photos"], ["--data photos", "vit/"]),
             ("vit", ["texts.txt"], ["--data texts.txt", "takes images: pass a folder of images"]),
         ],
@@ -127,15 +108,10 @@ class TestFitting:
     def test_mistakes(self, refused, source, arguments, words):
         refused(source, "--data", *arguments, words=words)
 
-    @pytest.mark.parametrize(
-        ("name", "cut"),
-        [("x.png", 0), ("x.png", 200)],
-    )
-    def test_an_unreadable_image_is_named(self, refused, tmp_path, name, cut):
+    def test_an_unreadable_image_is_named(self, refused, tmp_path):
         (tmp_path / "bad").mkdir()
-        content = (tmp_path / "photos" / "a.png").read_bytes()
-        (tmp_path / "bad" / name).write_bytes(content[:cut] or b"no image")
-        refused("ours.safetensors", "--attention", "eco", "--data", "bad", words=f"bad/{name}")
+        (tmp_path / "bad" / "x.png").write_bytes((tmp_path / "photos" / "a.png").read_bytes()[:200])
+        refused("ours.safetensors", "--attention", "eco", "--data", "bad", words="--data: bad/x.png is not")
 
     def test_a_text_in_another_encoding_is_named(self, refused, tmp_path):
         (tmp_path / "latin.txt").write_bytes("café\n".encode("latin-1"))
@@ -173,17 +149,6 @@ class TestTeaching:
         assert done.facts["fitted"]
         assert done.facts["transfer"]
 
-    def test_bits_within_an_error_or_an_energy(self, convert, refused):
-        teach = ("ours.safetensors", "--data", "photos", "--teach", "--steps", "1")
-        for option in (("--max-error", "0"), ("--max-energy", "1")):
-            refused(*teach, *option, words=[f"{' '.join(option)}", "no layer was converted"])
-        sharp = convert(*teach, "--max-error", "1000", out="2.safetensors").facts
-        cheaper = ecoformer.plan(
-            ecoformer.load("ours.safetensors"), "sharp_eco", (1, 3, 32, 32), measure=False
-        )
-        taken = {name for name, made in sharp["layers"].items() if made == "sharp_eco (bits=16)"}
-        assert taken == {row.name for row in cheaper.rows[:-1] if row.energy_after_pj < row.energy_pj}
-
     def test_a_distillation_that_fails_leaves_what_the_transfer_learned(self, cli, monkeypatch):
         command = sys.modules["ecoformer.cli.convert"]
         monkeypatch.setattr(command, "distill", lambda *args, **kwargs: 1 / 0)
@@ -198,16 +163,6 @@ class TestTeaching:
         [
             (["--teach"], "--teach needs --data"),
             (["--data", "photos"], "sharp_eco has no hash functions to fit: add --teach"),
-            (["--data", "photos", "--max-error", "0.1"], "need --teach"),
-            (["--data", "photos", "--teach", "--max-error", "0.1", "--max-energy", "0.5"], "combined"),
-            (
-                ["--data", "photos", "--teach", "--max-error", "0.1", "--set", "bits=8"],
-                "leave out --attention and --set",
-            ),
-            (
-                ["--data", "photos", "--teach", "--steps", "1", "--max-energy", "0.01"],
-                "cheapest choice takes",
-            ),
         ],
     )
     def test_mistakes(self, refused, arguments, words):

@@ -33,14 +33,10 @@ def test_a_byte_level_encoder_compared_on_texts(cli):
     [
         (("bert", "photos"), "is a folder"),
         (("bert", "texts.txt"), "--force"),
-        (("bert", "nowhere/out.onnx"), "no such folder"),
         (("bert", "out.onnx", "--set", "bits=4"), "--attention"),
-        (("bert", "out.onnx", "--attention", "echo"), "echo"),
         (("bert", "out.onnx", "--attention", "eco", "--set", "bit=4"), "bit"),
-        (("bert", "out.onnx", "--data", "nowhere"), "--data"),
         (("bert", "out.onnx", "--data", "texts.txt"), "tokeniser"),
         (("bert", "out.onnx", "--resolution", "32"), "--tokens"),
-        (("nothing.pth", "out.onnx"), "nothing.pth"),
     ],
 )
 def test_one_line_for_what_cannot_be(cli, arguments, words, tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -16,10 +15,9 @@ from ecoformer.benchmarking import attention as bench_attention
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
-from things import SMALL, TEXT  # noqa: E402
+from things import SMALL  # noqa: E402
 
 LAYERS = [f"stages.{stage}.blocks.0.attn" for stage in range(4)]
-COLUMNS = ["layer", "attention", "channels", "heads", "more"]
 
 
 @pytest.fixture
@@ -65,41 +63,26 @@ class TestTheMachine:
         assert set(facts) == {"versions", "backends", "mechanisms"}
         assert facts["mechanisms"] == ecoformer.list_attentions()
         assert facts["versions"]["ecoformer"] == ecoformer.__version__
-        assert facts["versions"]["python"] == platform.python_version()
         assert facts["versions"]["torch"] == torch.__version__
-        assert facts["versions"]["timm"] == timm.__version__
-        assert "1 threads" in facts["backends"]["eager"]
 
     def test_which_backend_runs_and_why(self, info, monkeypatch, backend_variable):
         choice = sys.modules["ecoformer.cli.info"]
         monkeypatch.setattr(choice, "why_not_on", lambda name, device: None)
         monkeypatch.setattr(choice, "available", lambda device: ["cpu", "eager"])
         shown = info()["backends"]
-        assert shown["cpu"] == "can run on cpu"
-        assert shown["for cpu"] == "cpu"
-        backend_variable("eager")
-        assert info()["backends"]["for cpu"] == "eager (ECOFORMER_BACKEND=eager)"
+        assert (shown["cpu"], shown["for cpu"]) == ("can run on cpu", "cpu")
         backend_variable("triton")
         assert info()["backends"]["for cpu"] == "eager (ECOFORMER_BACKEND=triton)"
         backend_variable(None)
         monkeypatch.setattr(choice, "why_not_on", lambda name, device: "numba is not installed")
         monkeypatch.setattr(choice, "available", lambda device: ["eager"])
         shown = info()["backends"]
-        assert shown["cpu"] == "cannot run: numba is not installed"
-        assert shown["for cpu"] == "eager"
-
-    def test_what_is_not_installed(self, info, monkeypatch):
-        monkeypatch.setattr(sys.modules["ecoformer.cli.info"], "PACKAGES", ("torch", "no-such-package"))
-        assert info()["versions"]["no-such-package"] == "not installed"
+        assert (shown["cpu"], shown["for cpu"]) == ("cannot run: numba is not installed", "eager")
 
     def test_for_a_person(self, run):
         done = run("info")
         assert (done.status, done.err) == (0, "")
-        shown = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in done.out.splitlines())
-        assert shown["ecoformer"] == ecoformer.__version__
-        assert shown["torch"] == torch.__version__
-        assert shown["mechanisms"] == ", ".join(ecoformer.list_attentions())
-        assert shown["backend eager"].startswith("PyTorch operators")
+        assert {torch.__version__, ecoformer.__version__} <= set(done.out.split())
 
 
 class TestAModel:
@@ -119,36 +102,16 @@ class TestAModel:
 
     def test_for_a_person(self, info, run):
         name = "a_long[v2]_name_of_a_checkpoint.safetensors"
-        model = fitted(pyramid(attention_config={"bits": 4, "support": 3, "local": (3, 3)}))
-        ecoformer.save(model, name)
+        ecoformer.save(fitted(pyramid(attention_config={"bits": 4, "support": 3, "local": (3, 3)})), name)
         assert [layer.get("local") for layer in info(name)["layers"]] == [*[[3, 3]] * 3, None]
         done = run("info", name, columns=120)
         assert (done.status, done.err) == (0, "")
-        heading, _, columns, _, *rows = [re.split(r"\s{2,}", line.strip()) for line in done.out.splitlines()]
-        count = sum(p.numel() for p in model.parameters())
-        assert heading == [f"checkpoint {name}: EcoPyramidVisionTransformerV2, {count:,} parameters"]
-        assert columns == COLUMNS
+        *_, rows = done.out.partition(f"checkpoint {name}")
+        rows = [re.split(r"\s{2,}", line.strip()) for line in rows.splitlines()[-4:]]
         assert rows[0] == [LAYERS[0], "eco", "8", "1", "4 bits, fitted, local: (3, 3)"]
         assert rows[3] == [LAYERS[3], "Attention", "32", "4"]
-        assert [row[0] for row in rows] == LAYERS
 
-    def test_timm_by_name(self, info):
-        facts = info("test_vit")
-        assert facts["model"] == "timm model test_vit"
-        assert [layer["attention"] for layer in facts["layers"]] == ["Attention"] * 6
-        assert "fitted" not in facts["layers"][0]
-
-    def test_a_folder_of_transformers(self, info):
-        transformers.utils.logging.disable_progress_bar()
-        transformers.BertModel(transformers.BertConfig(**TEXT)).save_pretrained("bert")
-        facts = info("bert/")
-        assert (facts["model"], facts["class"]) == ("transformers model bert/", "BertModel")
-        assert [layer["name"] for layer in facts["layers"]] == [
-            f"encoder.layer.{i}.attention.self" for i in range(2)
-        ]
-        assert {layer["attention"] for layer in facts["layers"]} == {"BertSelfAttention"}
-
-    def test_what_cannot_be_converted_says_why(self, info, run):
+    def test_what_cannot_be_converted_says_why(self, info):
         config = transformers.GPT2Config(
             n_embd=16, n_layer=1, n_head=2, vocab_size=9, bos_token_id=1, eos_token_id=1
         )
@@ -157,26 +120,6 @@ class TestAModel:
         (layer,) = info("gpt")["layers"]
         assert layer["attention"] == "GPT2Attention"
         assert "decoders are not supported" in layer["cannot be converted"]
-        assert "decoders are not supported" in run("info", "gpt", columns=200).out
-
-    def test_a_model_without_attention(self, info):
-        facts = info("test_resnet")
-        assert facts["class"] == "ResNet"
-        assert facts["layers"] == []
-
-
-class TestMistakes:
-    def test_names(self, refused, tmp_path):
-        refused("missing.pth", words=["missing.pth"])
-        refused("pvt_v2_b9", words=["'pvt_v2_b9'", "did you mean", "pvt_v2_b"])
-        (tmp_path / "empty").mkdir()
-        refused("empty", words=["empty", "config.json"])
-
-    @pytest.mark.parametrize("arguments", [("a", "b"), ("--nothing",)])
-    def test_usage(self, run, arguments):
-        done = run("info", *arguments)
-        assert (done.status, done.out) == (2, "")
-        assert "Traceback" not in done.err
 
 
 def test_the_program_tells_its_version_and_commands(run):

@@ -1,23 +1,18 @@
 """`ecoformer convert` from names, files and folders, good and bad."""
 
-import contextlib
 import io
 import json
 import pickle
 import shutil
 import sys
-from types import SimpleNamespace
 
-import huggingface_hub
 import pytest
 import torch
 
 import ecoformer
-from ecoformer.cli import sources
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
-from safetensors import SafetensorError  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from things import (  # noqa: E402
     TEXT,
@@ -30,7 +25,6 @@ class TestSources:
         ("source", "arguments", "words"),
         [
             ("missing.pth", (), "missing.pth"),
-            ("missing.safetensors", (), "missing.safetensors"),
             ("some/where", (), "some/where"),
             ("empty", (), ["empty", "config.json"]),
             ("config_only", (), ["config_only", "model.safetensors"]),
@@ -41,32 +35,17 @@ class TestSources:
             ("weights.safetensors", (), ["weights.safetensors", "no ecoformer config"]),
             ("weights.pth", ("--model", "test_vit9"), ["'test_vit9'", "did you mean", "test_vit"]),
             ("weights.pth", ("--model", "test_vit2"), ["weights.pth", "does not fit test_vit2"]),
-            ("weights.safetensors", ("--model", "test_resnet"), ["does not fit test_resnet"]),
-            ("released.pth", ("--model", "test_vit"), ["released.pth", "does not fit test_vit"]),
             ("junk.pth", (), ["junk.pth", "cannot be read"]),
             ("junk.safetensors", (), ["junk.safetensors", "not a safetensors file"]),
-            ("zero.pth", (), "zero.pth"),
             ("zero.safetensors", (), "zero.safetensors"),
             ("cut.safetensors", (), ["cut.safetensors", "truncated"]),
             ("texts.txt", (), ["texts.txt", "cannot be read"]),
-            *(
-                (name, ("--model", "test_vit"), [name])
-                for name in ("junk.pth", "junk.safetensors", "zero.safetensors", "cut.safetensors")
-            ),
-            ("zero.pth", ("--model", "test_vit"), ["zero.pth"]),
-            ("texts.txt", ("--model", "test_vit"), ["texts.txt", "not a file of weights"]),
+            ("junk.pth", ("--model", "test_vit"), ["junk.pth", "not a file of weights"]),
+            ("cut.safetensors", ("--model", "test_vit"), "cut.safetensors"),
         ],
     )
     def test_mistakes(self, refused, source, arguments, words):
         refused(source, *arguments, words=words)
-
-    def test_commands_without_the_option_name_what_works(self, cli):
-        error = cli("cost", "weights.safetensors").err
-        assert "--model pvt_v2_b0 with convert" in error
-        how = ("--model", "test_vit", "--attention", "softmax")
-        assert cli("convert", "weights.safetensors", "out.safetensors", *how).status == 0
-        for remedy in ("out.safetensors", "test_vit"):
-            assert cli("cost", remedy, "--resolution", 160).status == 0
 
     @pytest.mark.parametrize(
         ("source", "arguments"),
@@ -87,31 +66,15 @@ class TestSources:
             shutil.copytree(tmp_path / "config_only", evil)
             evil = evil / "pytorch_model.bin"
         for content in (Touch(trace), {"model": {"head.weight": Touch(trace)}}):
-            with open(evil, "wb") as file:
-                pickle.dump(content, file, protocol=2)
-            self._try(cli, name, options)
+            evil.write_bytes(pickle.dumps(content, protocol=2))
+            assert cli("convert", name, "out.safetensors", *options).status == 2
             torch.save(content, evil)
-            self._try(cli, name, options)
+            assert cli("convert", name, "out.safetensors", *options).status == 2
             assert not trace.exists()
             torch.load(io.BytesIO(evil.read_bytes()), weights_only=False)
             assert trace.exists()  # it would have run
             trace.rmdir()
         assert not (tmp_path / "out.safetensors").exists()
-
-    @staticmethod
-    def _try(cli, name, options):
-        # How it is refused is another test's business.
-        with contextlib.suppress(RuntimeError, UserWarning, pickle.UnpicklingError, SafetensorError):
-            assert cli("convert", name, "out.safetensors", *options).status == 2
-
-    @pytest.mark.parametrize("name", ["evil.pth", "folder"])
-    def test_code_is_refused_in_one_line(self, refused, tmp_path, name):
-        evil = tmp_path / name
-        if name == "folder":
-            shutil.copytree(tmp_path / "config_only", evil)
-            evil = evil / "pytorch_model.bin"
-        torch.save({"model": Touch("trace")}, evil)
-        refused(name, *(() if name == "folder" else ("--model", "test_vit")), words=name)
 
     def test_code_in_a_folder_never_runs(self, refused, things, tmp_path, monkeypatch):
         monkeypatch.setattr("builtins.input", lambda *prompt: "y")
@@ -143,26 +106,15 @@ class TestFolders:
         (folder / "config.json").write_text(text)
         refused("model", words="model")
 
-    def test_an_unknown_architecture(self, refused, tmp_path):
-        config = transformers.GPT2Config(
-            n_embd=16, n_layer=1, n_head=2, vocab_size=9, bos_token_id=1, eos_token_id=1
-        )
-        transformers.GPT2Model(config).save_pretrained(tmp_path / "gpt")
-        refused("gpt", words=["GPT2Attention", "cannot be converted", "decoders"])
-
-    def test_damaged_weights(self, refused, folder):
-        content = (folder / "model.safetensors").read_bytes()
-        (folder / "model.safetensors").write_bytes(content[:-50])
-        refused("model", words="model")
-
-    def test_weights_of_another_size(self, refused, folder):
-        config = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 48}
-        (folder / "config.json").write_text(json.dumps(config))
-        refused("model", words="model")
-
-    def test_weights_under_other_names(self, refused, folder):
-        weights = load_file(folder / "model.safetensors")
-        save_file({f"x.{k}": v for k, v in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    @pytest.mark.parametrize("change", ["cut", "size", "names"])
+    def test_weights_that_do_not_fit(self, refused, folder, change):
+        weights, config = folder / "model.safetensors", folder / "config.json"
+        if change == "cut":
+            weights.write_bytes(weights.read_bytes()[:-50])
+        elif change == "size":
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 48}))
+        else:
+            save_file({f"x.{k}": v for k, v in load_file(weights).items()}, weights, {"format": "pt"})
         refused("model", words="model")
 
     def test_a_classifier_keeps_its_head(self, convert, tmp_path):
@@ -170,12 +122,6 @@ class TestFolders:
         model.save_pretrained(tmp_path / "classifier")
         done = convert("classifier")
         assert hasattr(done.model, "classifier") or any("classifier" in note for note in done.facts["notes"])
-
-    def test_our_own_folder_cut_short(self, refused, things, tmp_path):
-        shutil.copytree(things / "our_folder", tmp_path / "model")
-        content = (tmp_path / "model" / "model.safetensors").read_bytes()
-        (tmp_path / "model" / "model.safetensors").write_bytes(content[:-50])
-        refused("model", words="truncated")
 
 
 class TestHuggingFace:
@@ -203,21 +149,13 @@ class TestHuggingFace:
         # No weights are needed, so a longer text is no problem.
         swept = ("--compare", "softmax,linformer,eco", "--sweep", "tokens=10,40", "--json")
         assert [row["tokens"] for row in json.loads(cli("cost", model, *swept).out)] == [10, 40] * 3
-        assert cli("simulate", "model", model, "--compare", "native,eco").status == 0
+        assert cli("cost", model, "--compare", "eco", "--on", "bitfusion").status == 0
 
     @pytest.mark.parametrize("model", ["vit", "someone/vit"])
     def test_images(self, cli, hub, model):
         own = json.loads(cli("cost", model, "--json").out)["total"]["mul"]
         assert json.loads(cli("cost", model, "--resolution", 32, "--json").out)["total"]["mul"] == own
         assert json.loads(cli("cost", model, "--resolution", 64, "--json").out)["total"]["mul"] > 3 * own
-
-    @pytest.mark.parametrize("model", ["bert", "vit", "someone/vit"])
-    def test_benchmarks(self, cli, hub, model):
-        done = cli("bench", "model", model, "--seconds", 0.01, "--attention", "native,lsh_eco", "--json")
-        assert (done.status, done.err) == (0, "")
-        rows = json.loads(done.out)["rows"]
-        assert {row["mechanism"] for row in rows} == {"softmax", "native", "lsh_eco"}
-        assert all(row["median_ms"] > 0 for row in rows)
 
     def test_conversion_by_name(self, convert, refused, hub, things):
         done = convert("someone/bert_with_words", "--pretrained", "--attention", "softmax")
@@ -245,7 +183,7 @@ class TestHuggingFace:
         config = transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1)
         transformers.GPT2Model(config).save_pretrained(tmp_path / "gpt")
         assert cli("cost", "gpt").status == 0
-        assert "no layer of gpt" in cli("simulate", "model", "gpt").err
+        assert "simulates no layer of GPT2Model" in cli("cost", "gpt", "--on", "bitfusion").err
         (tmp_path / "gpt" / "tokenizer.json").write_text("{")  # which only --data reads
         assert "GPT2Attention" in cli("info", "gpt").out
 
@@ -263,8 +201,6 @@ class TestHuggingFace:
         [
             (("cost", "bert", "--resolution", 32), ["--resolution", "BertModel takes texts", "--tokens"]),
             (("cost", "vit", "--tokens", 9), ["--tokens", "ViTModel takes images", "--resolution"]),
-            (("bench", "model", "bert", "--tokens", 21), ["--tokens 21", "20 tokens at most"]),
-            (("bench", "model", "vit", "--resolution", 30), ["ViTModel", "(1, 3, 30, 30)"]),
             (("cost", "bert-base-uncased"), ["'bert-base-uncased'", "no network", "folder"]),
             (("info", "someone/else"), ["'someone/else'", "no network", "folder"]),
             (("info", "some/where/else"), ["no such file: some/where/else"]),
@@ -275,18 +211,3 @@ class TestHuggingFace:
         done = cli(*arguments)
         assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
         assert all(word in done.err for word in words)
-
-
-@pytest.mark.parametrize("reachable", [True, False])
-def test_pretrained_weights_are_not_asked_for_again_and_again_without_a_network(monkeypatch, reachable):
-    def connect(address, timeout):
-        assert timeout < 10
-        if not reachable:
-            raise OSError("no route to host")
-        return SimpleNamespace(close=lambda: None)
-
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(sources, "getproxies", dict)
-    monkeypatch.setattr(sources.socket, "create_connection", connect)
-    sources._check_network()
-    assert huggingface_hub.constants.HF_HUB_OFFLINE is not reachable

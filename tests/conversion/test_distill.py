@@ -8,7 +8,6 @@ from torch import nn
 
 import ecoformer
 from ecoformer import Distillation, FitOptions, convert, distill
-from ecoformer.conversion import distillation
 
 transformers = pytest.importorskip("transformers")
 
@@ -137,12 +136,6 @@ def test_batches_of_every_kind_and_a_forward_of_ones_own():
         distill(*pair(), batches, steps=2, **forward, **QUIET)
 
 
-def test_one_batch_in_the_place_of_batches():
-    for batch in (tokens(), {"tokens": tokens()}):
-        with pytest.raises(TypeError, match="put it in a list"):
-            distill(*pair(), batch, steps=2, **QUIET)
-
-
 def test_modes_are_restored():
     student, teacher = pair()
     student.train()
@@ -158,9 +151,6 @@ def test_modes_are_restored():
 
     distill(student, teacher, BATCHES, steps=2, loss=watch, **QUIET)
     assert [[m.training for m in model.modules()] for model in (student, teacher)] == modes
-    with pytest.raises(ZeroDivisionError):
-        distill(student, teacher, BATCHES, steps=2, loss=lambda x, y: 1 / 0, **QUIET)
-    assert [[m.training for m in model.modules()] for model in (student, teacher)] == modes
     assert torch.equal(student.norm.running_mean, statistics)
 
 
@@ -175,25 +165,14 @@ def test_frozen_weights_of_the_student_stay():
 
 
 def test_student_and_teacher_must_be_apart():
-    model = Classifier()
+    model, same_memory = Classifier(), Classifier()
+    same_memory.load_state_dict(model.state_dict(), assign=True)
     convert(model, "lsh_eco")
-    tied, other = Classifier(), Classifier()
-    tied.head.weight = other.head.weight
-    for student, teacher in ((model, model), (tied, other), (model, nn.Sequential(model))):
+    for student, teacher in ((model, model), (model, same_memory), (model, nn.Sequential(model))):
         before = state(student)
-        with pytest.raises(ValueError, match=r"share weights.*teacher = copy.deepcopy\(model\)") as caught:
+        with pytest.raises(ValueError, match=r"share weights.*teacher = copy.deepcopy\(model\)"):
             distill(student, teacher, BATCHES, steps=2, **QUIET)
-        assert "\n" not in str(caught.value)
         assert unchanged(student, before)
-
-
-def test_weights_that_share_their_memory():
-    # the teacher is trained along.
-    student, teacher = Classifier(), Classifier()
-    teacher.load_state_dict(student.state_dict(), assign=True)
-    convert(student, "lsh_eco")
-    with pytest.raises(ValueError, match="share weights"):
-        distill(student, teacher, BATCHES, steps=2, **QUIET)
 
 
 def test_a_loss_that_is_not_finite_stops_with_the_last_good_weights():
@@ -205,9 +184,8 @@ def test_a_loss_that_is_not_finite_stops_with_the_last_good_weights():
         return (x - y).square().mean() * (torch.nan if len(kept) == 3 else 1)
 
     before = state(teacher)
-    with pytest.raises(FloatingPointError, match=r"^loss nan .* at step 2; .* lower lr") as caught:
+    with pytest.raises(FloatingPointError, match=r"^loss nan .* at step 2; .* lower lr"):
         distill(student, teacher, BATCHES, steps=5, lr=1e-2, loss=watched, **QUIET)
-    assert "\n" not in str(caught.value)
     # The weights of step 2 gave NaN; those of step 1 are the last that are known to be good.
     assert unchanged(student, kept[1])
     assert not unchanged(student, kept[2])
@@ -236,28 +214,6 @@ def test_batches_that_give_out():
         distill(*pair(), [], steps=5, **QUIET)
 
 
-def test_hashers_are_fitted_again(monkeypatch):
-    seeds, quick_options = [], FitOptions(steps=2, pairs=2)
-
-    def quick(model, batches, *, seed, options, **kwargs):
-        seeds.append(seed)
-        assert options is quick_options
-        return ecoformer.fit_hashers(model, batches, seed=seed, options=options, **kwargs)
-
-    monkeypatch.setattr(distillation, "fit_hashers", quick)
-    student, teacher = pair("eco", support=5)
-    hasher = next(iter(ecoformer.hashers_of(student).values()))
-    before = state(hasher)
-    distill(student, teacher, BATCHES, steps=5, **QUIET)
-    assert unchanged(hasher, before)
-    assert seeds == []
-    distill(student, teacher, BATCHES, steps=7, refit_every=2, fit_options=quick_options, **QUIET)
-    assert seeds == [2, 4, 6]
-    assert not unchanged(hasher, before)
-    distill(*pair("softmax"), BATCHES, steps=3, refit_every=1, **QUIET)
-    assert seeds == [2, 4, 6]
-
-
 def test_mistakes():
     for kwargs, message in (
         ({"loss": "l3"}, r"^loss must be one of mse, kl, cosine or a function, got 'l3'$"),
@@ -265,8 +221,6 @@ def test_mistakes():
         ({"steps": 2.5}, r"^steps must be a whole number of at least 1, got 2.5$"),
         ({"lr": -1.0}, r"^lr must be a finite number of at least 0, got -1.0$"),
         ({"layers": -1.0}, r"^layers must be a finite number of at least 0"),
-        ({"layers": float("nan")}, r"^layers must be a finite number of at least 0"),
-        ({"refit_every": -1}, r"^refit_every must be a finite number of at least 0"),
     ):
         with pytest.raises(ValueError, match=message):
             distill(*pair(), BATCHES, **{"steps": 2, **kwargs}, **QUIET)

@@ -1,8 +1,5 @@
 """The registry, limits with balanced classes, and what arrays and splits promise."""
 
-import inspect
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +14,7 @@ def arrays(n=6):
 
 
 def test_names():
-    files = {"aan", "cifar10", "cifar100", "imagefolder", "imdb", "masked_bytes", "stored", "webdataset"}
+    files = {"aan", "cifar10", "cifar100", "imagefolder", "imdb", "masked_bytes"}
     assert {name for name in list_datasets() if registry._REGISTRY[name][1]} == files
     assert set(list_datasets()) - files == {"digits", "listops", "masked_sample", "mosaic", "recall"}
 
@@ -90,7 +87,6 @@ def test_arrays():
     assert inputs.dtype == torch.int16
     assert targets.tolist() == [1, 0]
     assert len(part) == 6
-    assert part[2][0].tolist() == [4, 5]
     assert part.to("meta").inputs.is_meta
     with pytest.raises(ValueError, match=r"inputs \(2, 2\) and targets \(3,\)"):
         Arrays(torch.zeros(2, 2), torch.zeros(3))
@@ -101,15 +97,3 @@ def test_splits_check_their_kind():
         Splits(arrays(), arrays(), "images", 3)
     with pytest.raises(ValueError, match="kind must be"):
         Splits(arrays(), arrays(), "sound", 3)
-
-
-@pytest.mark.parametrize("name", list_datasets())
-def test_the_page_names_every_option(name):
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
-    assert f"| `{name}`" in page or f", `{name}` |" in page
-    described = [part for part in page.split("**`")[1:] if f"{name}`" in part.split("**")[0]]
-    options = set(inspect.signature(registry._REGISTRY[name][0]).parameters) - {"limit", "root"}
-    if name == "masked_sample":
-        described = [part for part in page.split("**`")[1:] if "masked_bytes`" in part.split("**")[0]]
-    missing = {option for option in options if not any(f"`{option}" in part for part in described)}
-    assert not missing

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ecoformer.data import load, store
+from ecoformer.data import load
 
 
 def test_digits():
@@ -90,14 +90,6 @@ def test_a_strangers_pickle_is_not_opened(cifar):
 def test_missing_cifar(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"cifar-10-batches-py; unpack cifar-10-python.tar.gz in"):
         load("cifar10", tmp_path)
-
-
-def test_stored_cifar(cifar, tmp_path):
-    splits = load("cifar100", cifar[0])
-    folder = store(splits, tmp_path / "stored")
-    assert torch.equal(load("cifar100", folder).train.inputs, splits.train.inputs)
-    with pytest.raises(ValueError, match="holds 'cifar100', not cifar10"):
-        load("cifar10", folder)
 
 
 def test_without_torchvision(tmp_path, monkeypatch):

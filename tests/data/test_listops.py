@@ -1,5 +1,6 @@
 """ListOps: generated lists against an evaluator that reads their text, one token after another."""
 
+import random
 import statistics
 
 import pytest
@@ -7,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecoformer.data import listops as module
 from ecoformer.data import load
-from ecoformer.data.listops import TOKENS
+from ecoformer.data.listops import TOKENS, draw_list
 
 OPERATORS = {
     "[MIN": min,
@@ -75,17 +75,17 @@ def test_lists_of_the_long_range_arena():
 
 def test_shares():
     """A quarter of what may be a list is one; operators, digits and sizes are equally frequent."""
-    generator = torch.Generator().manual_seed(0)
-    ids, _ = module.draw_lists(3000, generator, depth=3, arguments=4, min_length=4, max_length=200)
-    assert len(ids) == 3000
-    counts = ids.flatten().long().bincount(minlength=16)[1:].float()
+    draw, ids = random.Random(0).random, []
+    for _ in range(10_000):
+        assert draw_list(draw, ids, 3, 4, 10**6) is not None
+    counts = torch.tensor(ids).bincount(minlength=16)[1:].float()
     digits, operators = counts[:10], counts[10:14]
     assert counts[14] == operators.sum()
     assert (digits / digits.mean() - 1).abs().max() < 0.06
     assert (operators / operators.mean() - 1).abs().max() < 0.06
     # A top list has 3 arguments on average, of which a quarter are lists of 3 digits.
-    assert abs(float(operators.sum()) / 3000 - 1.75) < 0.05
-    assert abs(float(digits.sum()) / 3000 - (3 * 0.75 + 3 * 0.25 * 3)) < 0.1
+    assert abs(float(operators.sum()) / 10_000 - 1.75) < 0.05
+    assert abs(float(digits.sum()) / 10_000 - (3 * 0.75 + 3 * 0.25 * 3)) < 0.1
 
 
 def test_no_list_occurs_twice():

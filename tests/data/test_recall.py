@@ -79,10 +79,3 @@ def test_no_list_is_in_both_splits():
 def test_wrong_settings(options, message):
     with pytest.raises(ValueError, match=message):
         load("recall", **options)
-
-
-def test_largest_joined_vocabulary():
-    splits = load("recall", pairs=2, queries=1, keys=1057, values=30, joined=True, count=2000, test_count=1)
-    assert splits.vocabulary == 2**15
-    assert splits.train.inputs.min() > 0
-    assert splits.train.inputs.max() > 32_000

@@ -2,6 +2,7 @@
 
 import ast
 import csv
+import os
 
 import pytest
 import torch
@@ -52,15 +53,6 @@ def test_reviews_are_cut_at_4000_bytes_of_4096(reviews):
     assert load("imdb", reviews).train.inputs.shape == (6, 4096)
     with pytest.raises(ValueError, match="cut must be from 1 to length=100, got 101"):
         load("imdb", reviews, length=100, cut=101)
-
-
-def test_dtypes_of_bytes():
-    texts = [b"a" * 4000, b"b" * 1000]
-    found = byte_tokens(texts, 4096, cut=4000, dtype=torch.int16)
-    assert found.dtype == torch.int16
-    assert (found > 0).sum(1).tolist() == [4000, 1000]
-    with pytest.raises(ValueError, match=r"dtype must be int16, int32 or int64, .* got torch.uint8"):
-        byte_tokens(texts, 4096, dtype=torch.uint8)
 
 
 def test_masks_follow_their_shares():
@@ -207,3 +199,14 @@ def test_damaged_papers(papers, line, message):
 def test_papers_in_another_encoding_keep_their_bytes(papers):
     (papers / "new_aan_pairs.test.tsv").write_bytes(b"1\ta\tb\t\xe9t\xe9\td\n")
     assert load("aan", papers, length=4).test.inputs[0, 0].tolist() == [*ids(b"\xe9t\xe9"), PAD]
+
+
+def test_lines_and_texts_beyond_memory_are_refused(papers):
+    os.truncate(papers / "new_aan_pairs.test.tsv", 2**36)  # takes no space on the disk
+    with pytest.raises(ValueError, match="a line has more than 33,554,432 characters"):
+        load("aan", papers)
+    for name in ("a", "b"):
+        (papers / f"{name}.txt").touch()
+    os.truncate(papers / "b.txt", 2**36)
+    with pytest.raises(ValueError, match="68,719,476,736 bytes"):
+        load("masked_bytes", papers)

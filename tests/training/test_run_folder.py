@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
+import threading
 from contextlib import nullcontext, suppress
 
 import pytest
-import torch
 from training_runs import PLAIN, child, contents, fail, in_step, recipe, status_of, stopped, whole
 
-from ecoformer.storage import CheckpointError
-from ecoformer.training import load_recipe, train
-from ecoformer.training.folder import RunFolder
+from ecoformer.training import train
 from ecoformer.training.run import load_splits
 
 
@@ -58,6 +55,27 @@ def test_a_second_training_is_refused_and_names_the_first(resume, busy, plain, e
     assert whole(plain, folder, resume=True) == expected
 
 
+def test_a_second_thread_is_refused_and_the_first_goes_on(plain, expected, tmp_path, monkeypatch):
+    said = []
+
+    def again(trainer, loss):
+        def run():
+            try:
+                train(plain, tmp_path / "." / "run", resume=True, show=False)
+            except Exception as error:
+                said.append(str(error))
+
+        if threading.current_thread() is threading.main_thread():
+            other = threading.Thread(target=run, daemon=True)
+            other.start()
+            other.join(20)
+        return loss
+
+    in_step(monkeypatch, 3, again)
+    assert whole(plain, tmp_path / "run") == expected
+    assert said == [f"{tmp_path / 'run'} is in use by another thread: choose another folder"]
+
+
 def test_a_killed_training_does_not_keep_the_lock(busy, plain, expected):
     folder, pid, _ = busy
     os.kill(pid, signal.SIGKILL)
@@ -97,60 +115,6 @@ def test_no_folder_is_written_through_a_link(name, halfway, tmp_path):
     with pytest.raises(OSError, match=f"{name} is a link"):
         train(recipe(PLAIN, "keep=1", folder=tmp_path), halfway.path, resume=True, show=False)
     assert contents(other) == before
-
-
-def rewrite(checkpoint, name, change):
-    """Change a file of a checkpoint and its checksum, as somebody would who means to."""
-    from ecoformer.training.folder import _checksum
-
-    change(checkpoint / name)
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest[name] = _checksum(checkpoint / name)
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-
-
-@pytest.mark.parametrize("content", [b"not a pickle", {"step": 1}], ids=["noise", "incomplete"])
-def test_malformed_random_states_are_reported(content, halfway, plain):
-    def change(file):
-        file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
-
-    rewrite(halfway.checkpoint(5), "random_states_0.pkl", change)
-    before = contents(halfway.path)
-    with pytest.raises(CheckpointError, match=r"random_states_0\.pkl .*: remove .*step-000000005"):
-        train(plain, halfway.path, resume=True, show=False)
-    assert contents(halfway.path) == before
-
-
-def test_a_step_of_accumulation_in_a_file_is_not_believed(tmp_path, monkeypatch):
-    chosen, folder = recipe(PLAIN, "accumulate=2", folder=tmp_path), RunFolder(tmp_path / "run")
-    expected = whole(chosen, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        in_step(patch, 5, fail)
-        stopped(chosen, folder.path)
-
-    def change(file):
-        torch.save(torch.load(file, weights_only=False) | {"step": 1}, file)
-
-    rewrite(folder.checkpoint(5), "random_states_0.pkl", change)
-    assert whole(chosen, folder.path, resume=True) == expected
-
-
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
-)
-
-
-def test_yaml_that_stands_for_billions_of_values(tmp_path):
-    file = tmp_path / "bomb.yaml"
-    file.write_text(BOMB + "data: {name: recall, options: *i}\n")
-    with pytest.raises(ValueError, match="aliases"):
-        load_recipe(str(file))
-    with pytest.raises(ValueError, match=r"--set data\.options"):
-        load_recipe("recall", ["data.options={a: &a [1], b: *a}"])
-    for text in ("[" * 90_000, "a: 1\n" * 30_000):
-        file.write_text(text)
-        with pytest.raises(ValueError, match="not valid YAML"):
-            load_recipe(str(file))
 
 
 MASKED_RECIPE = {**PLAIN, "data": {"name": "masked_sample", "options": {"length": 64, "limit": 64}}}

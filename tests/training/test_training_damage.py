@@ -50,6 +50,14 @@ def test_a_damaged_checkpoint_does_not_push_out_a_good_one(halfway, tmp_path, mo
     assert (halfway.steps(), halfway.newest_good()) == ([6], 6)
 
 
+@pytest.mark.parametrize("name", ["step-²", "step-٣٣٣٣٣٣٣٣٣", "step-7", "step-"])
+def test_other_folders_beside_the_checkpoints(name, halfway, plain, expected):
+    (halfway.checkpoints / name).mkdir()
+    found = whole(plain, halfway.path, resume=True)
+    assert found["checkpoints"].pop(found["checkpoints"].index(name))
+    assert found == expected
+
+
 def test_nothing_but_damaged_checkpoints(halfway, plain):
     for step in halfway.steps():
         flip(halfway.checkpoint(step) / "model.safetensors")
@@ -82,15 +90,6 @@ def test_a_passing_error_in_reading_loses_nothing(what, halfway, plain, expected
             train(plain, halfway.path, resume=True, show=False)
     assert contents(halfway.path) == before
     assert whole(plain, halfway.path, resume=True) == expected
-
-
-def test_a_damaged_checkpoint_is_kept_until_the_next_is_complete(halfway, plain, monkeypatch):
-    flip(halfway.checkpoint(5) / "model.safetensors")
-    in_step(monkeypatch, 4, fail)
-    with pytest.warns(UserWarning, match="damaged"):
-        stopped(plain, halfway.path, resume=True)
-    stopped(plain, halfway.path, resume=True)
-    assert [path.name[:18] for path in halfway.checkpoints.glob(".damaged-*")] == [".damaged-000000005"]
 
 
 def test_a_run_stopped_where_its_folder_cannot_be_read(plain, tmp_path, monkeypatch):

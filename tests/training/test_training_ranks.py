@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from PIL import Image
 from training_runs import MASKED, PICTURES, PLAIN, die, in_child, on_ranks, outcome, recipe, whole
 
 from ecoformer import storage
@@ -185,6 +187,29 @@ def hashed_file(tmp_path):
     file = tmp_path / "hashed.yaml"
     file.write_text(yaml.safe_dump(HASHED))
     return str(file)
+
+
+@pytest.mark.slow
+def test_the_recipes_of_imagenet(tmp_path):
+    """An epoch of each, the second from the model of the first."""
+    noise = random.Random(0)
+    for part, count in (("train", 24), ("val", 5)):
+        for label in "abc":
+            (tmp_path / "imagenet" / part / label).mkdir(parents=True)
+            for i in range(count):
+                picture = Image.frombytes("RGB", (48, 56), noise.randbytes(3 * 48 * 56))
+                picture.save(tmp_path / "imagenet" / part / label / f"{i}.jpg")
+    changes = [f"data.root={tmp_path / 'imagenet'}", "data.workers=1", "batch=8", "augment.size=64"]
+    changes += ["schedule.epochs=1", "schedule.warmup=0.5", "model.options.embed_dims=[8,8,8,8]"]
+    changes += ["model.options.depths=[1,1,1,1]", "model.options.num_heads=[1,1,1,1]", "hashing.samples=8"]
+    for name in ("imagenet_msa", "imagenet_eco", "imagenet_scratch"):
+        own = [] if name == "imagenet_msa" else ["attention.options.support=4"]
+        own += [f"start={tmp_path}/imagenet_msa/model.safetensors"] if name == "imagenet_eco" else []
+        options = [word for change in (*changes, *own) for word in ("--set", change)]
+        process = torchrun("-m", "ecoformer", "train", name, *options, "--out", str(tmp_path / name))
+        said = process.communicate(timeout=200)[0]
+        assert process.returncode == 0, said
+        assert outcome(tmp_path / name)["result"]["steps"] == 9
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from training_runs import MASKED, PICTURES, PLAIN, SOFT, die, file_operations, in_child, recipe, whole
+from training_runs import MASKED, PICTURES, PLAIN, die, file_operations, in_child, recipe, whole
 
 from ecoformer.training import train
 from ecoformer.training.loop import Trainer
@@ -58,7 +58,7 @@ def test_killed_before_every_file_operation(tmp_path, base):
     killed_everywhere(tmp_path, chosen, lambda total: range(1, total + 1, step))
 
 
-@pytest.mark.parametrize("base", [MASKED, PICTURES, SOFT], ids=["masked", "pictures", "soft"])
+@pytest.mark.parametrize("base", [MASKED, PICTURES], ids=["masked", "pictures"])
 def test_killed_in_a_step(tmp_path, base):
     chosen = recipe(base, folder=tmp_path)
     expected = whole(chosen, tmp_path / "whole")

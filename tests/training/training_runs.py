@@ -48,13 +48,6 @@ MASKED = {
     "log_every": 4,
 }
 
-SOFT = {
-    **MASKED,
-    "about": "codes that start soft and become signs",
-    "attention": {"name": "sharp_eco", "options": {"bits": 8}},
-    "hashing": {"soft_start": 0.8},
-}
-
 PICTURES = {
     "about": "pictures: drop path, mixup, cutmix, erasing",
     "data": {"name": "digits", "options": {"size": 32, "limit": 40}},

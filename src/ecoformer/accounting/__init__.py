@@ -2,16 +2,14 @@
 
 from ecoformer.accounting.energy import EnergyTable, energy_table, list_energy_tables
 from ecoformer.accounting.ledger import Ledger, cost
-from ecoformer.accounting.planning import Allocation, Plan, allocate, plan
+from ecoformer.accounting.planning import Plan, plan
 from ecoformer.operations import Counts
 
 __all__ = [
-    "Allocation",
     "Counts",
     "EnergyTable",
     "Ledger",
     "Plan",
-    "allocate",
     "cost",
     "energy_table",
     "list_energy_tables",

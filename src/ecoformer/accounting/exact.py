@@ -1,4 +1,4 @@
-"""The exact accounting: everything that a model executes, memory traffic included, module by module.
+"""The exact accounting: everything that a model computes, memory traffic included, module by module.
 
 The model runs on meta tensors. Every operator is counted under the innermost module that is running, so
 residual sums and everything else that no module stands for are included.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -19,57 +18,57 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ecoformer.accounting.conventions import (
-    INTEGER_PRODUCTS,
-    RULES,
-    attention_counts,
+from ecoformer.accounting.layers import Part, Parts
+from ecoformer.accounting.operators import (
+    INTEGER_OPERATORS,
     cost_of,
-    moved_by_kernels,
+    hashed_attention,
     name_of,
     read,
+    softmax_attention,
     tensors,
     width_of,
     written,
 )
-from ecoformer.accounting.cpu_kernels import CpuKernels
-from ecoformer.accounting.layers import Part, Parts
+from ecoformer.attention import HashedAttention
 from ecoformer.backends import eager
 from ecoformer.conversion.layers import kind_of
 from ecoformer.operations import Counts
+from ecoformer.quantization.layers import HasGrids
 from ecoformer.running import eval_mode, run_on_meta, without_fast_path
 
 Row = tuple[str, str, Part, Counts]
+GROUP = 4
+"""Bits of a group where an affinity has no groups: the paper's adds up bit by bit, so any cut will do."""
 
 
 @torch.no_grad()
-def exact_rows(
-    model: nn.Module, example: Any, kernels: CpuKernels | None = None
-) -> tuple[list[Row], list[str]]:
-    """(name, kind, part, counts) of every module that executes anything, and what could not be counted.
+def exact_rows(model: nn.Module, example: Any) -> tuple[list[Row], list[str]]:
+    """(name, kind, part, counts) of every module that computes anything, and what could not be counted.
 
-    A row counts what a module executes itself, outside of its submodules, so all rows together are the entire
+    A row counts what a module computes itself, outside of its submodules, so all rows together are the entire
     model. Modules come in the order in which they are first called; the model itself is named "". The model
     runs in eval mode and is left as it was; its hashers need not be fitted.
 
     Args:
         model: any module.
         example: the input's shape, such as (1, 3, 224, 224); or an input; or keyword arguments.
-        kernels: counts hashed layers as the CPU kernels execute them, and integer layers as fused kernels do.
-            Default: as eager PyTorch does.
 
     Returns:
-        The rows, and "name (operator)" for every executed operator that has no rule.
+        The rows, and "name (operator)" for every operator that is not one of PyTorch's or ours.
     """
     modules = dict(model.named_modules())
     with ExitStack() as around:
-        counting = around.enter_context(count_operators(fused=kernels is not None))
+        counting = around.enter_context(count_operators())
         around.enter_context(eval_mode(model))
-        if kernels is not None:  # before our own hooks: kernels refuse layers with hooks
-            around.enter_context(kernels.replace(model, counting.add))
         for name, module in modules.items():
-            enter = partial(counting.enter, name)
+            enter, leave = partial(counting.enter, name), counting.leave
             around.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
-            around.callback(module.register_forward_hook(counting.leave, always_call=True).remove)
+            hook = module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+            around.callback(hook.remove)
+            if isinstance(module, HashedAttention) and _by_definition(module):
+                module.__dict__["attend"] = partial(_attend, counting, module)
+                around.callback(module.__dict__.pop, "attend")
         run_on_meta(model, example)
     parts = Parts(model)
     rows = [
@@ -80,59 +79,97 @@ def exact_rows(
     return rows, list(dict.fromkeys(f"{name} ({operator})" for name, operator in counting.uncounted))
 
 
+def _by_definition(layer: HashedAttention) -> bool:
+    """Whether heads attend as the operator does; what somebody has overridden is counted step by step."""
+    return type(layer).attend is HashedAttention.attend and "attend" not in layer.__dict__
+
+
+def _attend(
+    counting: Counting,
+    layer: HashedAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding_mask: Tensor | None,
+    is_causal: bool,
+    key_weight: Tensor | None = None,
+) -> Tensor:
+    """Hashed attention by its definition, in fp32; its hash functions are a module and run."""
+    (batch, heads, queries, _), (keys, channels) = q.shape, v.shape[2:]
+    bits = layer.hasher.bits
+    size = bits // layer.groups if layer.groups else min(GROUP, bits)
+    groups = -(-bits // size)
+    with counting.one_operator():
+        layer.hasher(k, key_padding_mask)
+        if layer.separate:
+            layer.hasher(q)
+    how = {"weighted": key_weight is not None, "is_causal": is_causal}
+    counts = hashed_attention(queries, keys, channels, groups, size, **how) * (batch * heads)
+    out = v.new_empty(batch, queries, heads, channels).transpose(1, 2)
+    operands = (q, k if layer.separate else None, v, key_padding_mask, key_weight, _state(layer.hasher))
+    counting.add(counts + Counts(bytes=read(operands) + written(out)))
+    return out
+
+
+def _state(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
 @contextmanager
-def count_operators(fused: bool = False) -> Iterator[Counting]:
+def count_operators() -> Iterator[Counting]:
     """Count every operator that PyTorch executes inside the block.
 
     Our registered operators count as the plain PyTorch that they wrap, whatever backend they would run on;
-    those of integers have rules.
-    Fused attention counts as one operator whichever kernel PyTorch picks, and its result has the memory
-    layout of the fused kernels; so has a convolution's on meta tensors. `nn.MultiheadAttention`'s fast path
-    is off: a mode cannot look into it.
-
-    With `fused`, a module that multiplies int8 numbers itself counts as the kernels of a runtime do it: of
-    its steps, only int8 numbers and codes reach memory, besides its input and output.
+    those of whole numbers have formulas. Fused attention counts as one operator whichever kernel PyTorch
+    picks, and its result has the memory layout of the fused kernels. `nn.MultiheadAttention`'s fast path is
+    off: a mode cannot look into it.
     """
-    counting = Counting(fused)
+    counting = Counting()
     with counting, _SeeAttention(counting), without_fast_path():
         yield counting
-
-
-@dataclass
-class _Running:
-    """A module that is running, and the bytes that its single steps move and fused kernels would not."""
-
-    name: str
-    spared: int = 0
-    integer: bool = False
-    """Whether it multiplies int8 numbers."""
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operators under the name of the running module, and nothing outside of modules."""
 
-    def __init__(self, fused: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: dict[str, Counts] = {}
         """Counts by name, in the order in which modules are first called."""
         self.uncounted: list[tuple[str, str]] = []
-        """(name, operator) for every call of an operator without a rule."""
-        self._fused = fused
-        self._running: list[_Running] = []
+        """(name, operator) for every call of an operator that is not one of PyTorch's or ours."""
+        self._running: list[str] = []
+        self._inside_operator = 0
         self._paused = False
 
-    def enter(self, name: str, *_: Any) -> None:
+    def enter(self, name: str, module: nn.Module | None = None, *_: Any) -> None:
         """Count under this name from now on."""
-        self._running.append(_Running(name))
+        self._running.append(name)
         self.counts.setdefault(name, Counts())
+        self._inside_operator += isinstance(module, HasGrids)
 
-    def leave(self, *call: Any) -> None:
-        """Return to the previous name; `call` is the module, its arguments and its result."""
-        running = self._running[-1]
-        if self._fused and running.integer:
-            _, args, out = call
-            self.add(Counts(bytes=read(args) + written(*tensors(out)) - running.spared))
+    def leave(self, module: nn.Module | None = None, *call: Any) -> None:
+        """Return to the previous name; `call` is the module's arguments and its result."""
+        if isinstance(module, HasGrids):
+            self._inside_operator -= 1
+            *arguments, out = call
+            self.add(Counts(bytes=read([arguments, _state(module)]) + written(*tensors(out))))
         self._running.pop()
+
+    @contextmanager
+    def one_operator(self) -> Iterator[None]:
+        """Inside, operators move no bytes: they are steps of one that keeps its numbers to itself."""
+        self._inside_operator += 1
+        try:
+            yield
+        finally:
+            self._inside_operator -= 1
+
+    def add(self, counts: Counts) -> None:
+        """Count these under the current name."""
+        if self._inside_operator:
+            counts = counts + Counts(bytes=-counts.bytes)
+        self.counts[self._running[-1]] += counts
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -141,7 +178,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._paused or not self._running:
             return func(*args, **kwargs)
-        if func.namespace == "ecoformer" and name_of(func) not in RULES:
+        if func.namespace == "ecoformer" and func._opname not in INTEGER_OPERATORS:
             with self._inside():
                 return getattr(eager, func._opname)(*args, **kwargs)
         if func is torch.ops.aten.scaled_dot_product_attention.default:
@@ -153,12 +190,9 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not func.is_view:
             counts = cost_of(func, args, kwargs, out)
             if counts is None:
-                self.uncounted.append((self._running[-1].name, name_of(func)))
+                self.uncounted.append((self._running[-1], name_of(func)))
             else:
                 self.add(counts)
-                running = self._running[-1]
-                running.integer |= name_of(func) in INTEGER_PRODUCTS
-                running.spared += counts.bytes - moved_by_kernels(func, (*args, *kwargs.values()), out)
         return _laid_out(out, *args[:2]) if func is torch.ops.aten.convolution.default else out
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -171,13 +205,9 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._paused = False
         mask = args[0] if args else kwargs.get("attn_mask")
-        counts = attention_counts(query, key, value, mask).of(width_of(query))
-        self.add(counts + Counts(bytes=read([query, key, value, mask]) + written(out)))
+        moved = Counts(bytes=read([query, key, value, mask]) + written(out))
+        self.add(softmax_attention(query, key, value).of(width_of(query)) + moved)
         return out
-
-    def add(self, counts: Counts) -> None:
-        """Count these under the current name."""
-        self.counts[self._running[-1].name] += counts
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

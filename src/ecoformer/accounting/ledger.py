@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ecoformer.accounting.cpu_kernels import CpuKernels
 from ecoformer.accounting.energy import EnergyTable, energy_table
 from ecoformer.accounting.exact import exact_rows
 from ecoformer.accounting.layers import PARTS, Part, layers_of
@@ -19,10 +18,6 @@ from ecoformer.operations import KINDS, Counts, paper_counts
 from ecoformer.running import NOT_TAKEN, not_taken
 
 Accounting = Literal["paper", "exact"]
-Backend = Literal["eager", "cpu"]
-"""Backends that the exact accounting can count."""
-
-
 _WIDEST = 10
 """Characters of a layer's class in a printed ledger, which should fit in 80 columns."""
 
@@ -60,19 +55,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a model costs, layer by layer.
-
-    `uncounted` are layers without a rule. `backend` is the one that is counted, None in the paper's
-    accounting; `refused` are hashed layers that the backend does not compute, and why: they count as eager.
-    """
+    """What a model costs, layer by layer; `uncounted` are layers without a rule."""
 
     model: str
     accounting: str
     energy: EnergyTable
     rows: tuple[Row, ...]
     uncounted: tuple[str, ...] = ()
-    backend: str | None = None
-    refused: tuple[str, ...] = ()
 
     @property
     def total(self) -> Counts:
@@ -105,7 +94,6 @@ class Ledger:
         return {
             "model": self.model,
             "accounting": self.accounting,
-            "backend": self.backend,
             "energy": {
                 "name": table.name,
                 "pj": dict(table.pj),
@@ -117,7 +105,6 @@ class Ledger:
             "shares": self.shares(),
             "layers": [self._flat(row) | {"widths": by_width(row.counts)} for row in self.rows],
             "uncounted": list(self.uncounted),
-            "refused": list(self.refused),
         }
 
     def to_json(self) -> str:
@@ -140,7 +127,6 @@ class Ledger:
             numbers = [counts.mul / 1e6, counts.add / 1e6, *[counts.bytes / 1e6] * by_bytes]
             kind = row.kind if len(row.kind) <= _WIDEST else f"{row.kind[: _WIDEST - 1]}…"
             lines.append([row.name, kind, *map(short, [*numbers, self.energy.energy_pj(counts) / 1e9])])
-        how = f"{self.accounting} accounting" + (f", {self.backend} backend" if self.backend else "")
         counted = (f"{n:,} {kind}" for kind, n in total.to_dict().items() if n)
         shares = (f"{part} {share:.1%}" for part, share in self.shares().items())
         foot = [
@@ -148,13 +134,9 @@ class Ledger:
             *self._widths(),
             f"energy ({self.energy.name}): {', '.join(shares)}",
         ]
-        notes = (f"{what}: {', '.join(names)}" for what, names in self.notes())
-        return "\n".join([f"{self.model}, {how}", *aligned(lines), *foot, *notes])
-
-    def notes(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Layers that are not counted, or not on the backend that was asked for."""
-        found = (("not counted", self.uncounted), ("counted as eager", self.refused))
-        return [(what, names) for what, names in found if names]
+        if self.uncounted:
+            foot.append(f"not counted: {', '.join(self.uncounted)}")
+        return "\n".join([f"{self.model}, {self.accounting} accounting", *aligned(lines), *foot])
 
     def _widths(self) -> list[str]:
         """How products and sums divide by width, where they have several."""
@@ -178,7 +160,6 @@ def cost(
     *,
     accounting: Accounting = "paper",
     energy: str | PathLike[str] | dict[str, Any] | EnergyTable = "fp32-45nm",
-    backend: Backend | None = None,
 ) -> Ledger:
     """What one forward pass of `model` costs, layer by layer.
 
@@ -187,39 +168,25 @@ def cost(
     Args:
         model: any module, converted or not; hash functions need not be fitted.
         input_size: the input's shape, such as (1, 3, 224, 224); or an input; or keyword arguments.
-        accounting: "paper" counts what the paper's tables count; "exact" counts everything that is executed,
+        accounting: "paper" counts what the paper's tables count; "exact" counts everything that is computed,
             memory traffic included, each operator under the module that calls it.
         energy: a table's name, a JSON file, or picojoules by kind of operation.
-        backend: what computes hashed attention, for exact accounting only: "eager" (the default) for single
-            steps of PyTorch, "cpu" for the CPU kernels. Layers that these do not compute count as eager.
     """
     if accounting not in ("paper", "exact"):
         raise ValueError(f'accounting must be "paper" or "exact", got {accounting!r}')
-    if backend not in (None, "eager", "cpu"):
-        raise ValueError(f'backend must be "eager" or "cpu", got {backend!r}')
-    if backend is not None and accounting == "paper":
-        raise ValueError(f'backend={backend!r} needs accounting="exact": the paper counts no backend')
     table = energy_table(energy)
     if accounting == "paper":
         layers = layers_of(model, input_size)
-        rows = [
+        rows = tuple(
             Row(layer.name, layer.kind, layer.part, paper_counts(layer.operations))
             for layer in layers
             if layer.operations is not None
-        ]
+        )
         unknown = dict.fromkeys(layer.label for layer in layers if layer.operations is None)
-        return Ledger(type(model).__name__, accounting, table, tuple(rows), tuple(unknown))
-    kernels = CpuKernels() if backend == "cpu" else None
+        return Ledger(type(model).__name__, accounting, table, rows, tuple(unknown))
     try:
-        found, uncounted = exact_rows(model, input_size, kernels)
+        found, uncounted = exact_rows(model, input_size)
     except NOT_TAKEN as error:
         raise not_taken(model, input_size, error) from error
-    return Ledger(
-        type(model).__name__,
-        accounting,
-        table,
-        tuple(Row(*row) for row in found),
-        tuple(uncounted),
-        backend or "eager",
-        () if kernels is None else tuple(f"{name} ({why})" for name, why in kernels.refused.items()),
-    )
+    rows = tuple(Row(*row) for row in found)
+    return Ledger(type(model).__name__, accounting, table, rows, tuple(uncounted))

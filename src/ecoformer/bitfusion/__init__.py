@@ -5,7 +5,7 @@
 """
 
 from .array import BitFusion, EnergyTable
-from .model import ModelResult, simulate_layer, simulate_model
+from .model import ModelResult, simulate_model
 from .paper_table import printed_table
 from .simulation import PAPER_ARRAY, Total, simulate, simulate_all
 
@@ -18,6 +18,5 @@ __all__ = [
     "printed_table",
     "simulate",
     "simulate_all",
-    "simulate_layer",
     "simulate_model",
 ]

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from ecoformer.accounting.layers import PARTS, Part, layers_of
-from ecoformer.attention import attention_class, create_attention
 from ecoformer.operations import Counts
 
 from .array import BitFusion
@@ -107,31 +105,10 @@ def simulate_model(
         if work:
             total = simulate_all(work, array)
             layers.append(LayerResult(layer.name, layer.kind, layer.part, work, total))
-    return ModelResult(type(model).__name__, array, tuple(layers), tuple(dict.fromkeys(uncounted)))
-
-
-def simulate_layer(
-    mechanism: str,
-    *,
-    batch: int = 16,
-    tokens: int = 3136,
-    dim: int = 32,
-    code_bits: int | None = None,
-    array: BitFusion = PAPER_ARRAY,
-    **settings: Any,
-) -> Total:
-    """One attention layer with one head; by default of the paper's hardware table.
-
-    Other keyword arguments are settings of the mechanism, such as `bits` and `support` of "eco".
-    """
-    if attention_class(mechanism).sized_by_tokens:
-        settings.setdefault("seq_len", tokens)
-    with torch.device("meta"):
-        layer = create_attention(mechanism, dim, 1, **settings)
-    found = simulate_model(layer, (batch, tokens, dim), code_bits=code_bits, array=array)
-    if found.uncounted:
-        raise ValueError(f"{mechanism} has no known products: define {type(layer).__name__}.operations")
-    return found.total
+    name = type(model).__name__
+    if not layers:
+        raise ValueError(f"BitFusion simulates no layer of {name}: it has no linear layer or convolution")
+    return ModelResult(name, array, tuple(layers), tuple(dict.fromkeys(uncounted)))
 
 
 def _brief(total: Total) -> dict[str, Any]:

@@ -104,20 +104,13 @@ def simulate(op: Op, bits: Bits = (8, 8), array: BitFusion = PAPER_ARRAY) -> Tot
     All orders of the three loops are tried with all tiles whose rows and inputs are powers of two, and whose
     outputs are the array's width times powers of two. Results are cached.
 
-    A convolution runs as the matrix product of its patches. All published figures of BitFusion are of fully
-    connected operations, so the following is assumed:
+    A convolution runs as the matrix product of its patches; figures are published only for fully connected
+    operations, so this is assumed:
 
     - Patches are cut out between the buffer and the array. DRAM and buffer hold the feature map: a tile moves
       each pixel that it touches once, and neighbouring tiles each fetch the lines they share.
     - A tile is part of a line, complete lines, or complete feature maps; it has all taps of its channels.
-    - Groups run one after another. Several run together as one product with zeros between them where their
-      outputs fit side by side in the array and that is faster: a depthwise convolution alone would fill one
-      column of the array and pad each output to a line.
-
-    Narrow operands are not always cheaper. Weights are padded to the inputs that the array takes at once,
-    and that number grows as operands narrow: with few inputs, 2 bits can move more than 3, and codes of 1 bit
-    more than 8-bit numbers. A stream that fits its buffer is loaded before anything is computed, so an
-    operation that just fits may take longer than one that just does not.
+    - Groups run one after another, or side by side in the array where they fit and that is faster.
 
     Args:
         op: a `Product` or `Convolution` of `ecoformer.operations`.

@@ -1,4 +1,4 @@
-"""The command line: `ecoformer`, or `python -m ecoformer`. One file for each command."""
+"""The command line: `ecoformer`, or `python -m ecoformer`. One file a command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from ecoformer.cli.info import info
 from ecoformer.cli.plan import plan
 from ecoformer.cli.quantize import quantize
 from ecoformer.cli.report import demo, report
-from ecoformer.cli.simulate import simulate
 from ecoformer.cli.tables import tables
 from ecoformer.cli.train import evaluate, train
 from ecoformer.third_party import missing, repair_torchvision
@@ -44,7 +43,6 @@ app.command()(report)
 app.command()(tables)
 app.add_typer(bench, name="bench")
 app.add_typer(figure, name="figure")
-app.add_typer(simulate, name="simulate")
 
 
 @app.callback(invoke_without_command=True)

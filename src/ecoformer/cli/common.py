@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import typer
@@ -27,8 +25,6 @@ NATIVE = "native"
 INPUTS = ("resolution", "tokens")
 """Parameters of the input in `--sweep`; all others are arguments of the mechanism."""
 
-FIRST_SECONDS = 1.0
-"""Before the first line about the progress."""
 _SYNONYMS = {"m": "support"}
 """The paper's letters for settings."""
 
@@ -74,34 +70,16 @@ Energy = Annotated[
 def plain_console() -> Console:
     """A console that prints brackets in names as they are, and long lines in a pipe."""
     console = Console(markup=False, highlight=False)
-    if console.is_terminal or "COLUMNS" in os.environ:
-        return console
-    return Console(markup=False, highlight=False, width=200)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 200
+    return console
 
 
 @contextmanager
 def progress(as_json: bool = False) -> Iterator[Callable[[str], None]]:
-    """Show on stderr what is being done: a status line on a terminal; in a pipe, a line every few seconds."""
-    console = Console(stderr=True, markup=False, highlight=False)
-    if console.is_terminal:
-        with console.status("") as status:
-            yield status.update
-        return
-    doing, done = [""], threading.Event()
-
-    def report() -> None:
-        shown, seconds = "", FIRST_SECONDS
-        while not done.wait(seconds):
-            if doing[0] != shown:
-                shown, seconds = doing[0], 5.0
-                console.print(shown, soft_wrap=True)
-
-    if not as_json:
-        threading.Thread(target=report, daemon=True).start()
-    try:
-        yield partial(doing.__setitem__, 0)
-    finally:
-        done.set()
+    """Show on a terminal what is being done."""
+    with Console(stderr=True, markup=False, highlight=False, quiet=as_json).status("") as status:
+        yield status.update
 
 
 def say(text: object) -> None:

@@ -9,9 +9,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch import nn
 
-from ecoformer.accounting import allocate
 from ecoformer.arguments import one_line
 from ecoformer.checkpoints import save
 from ecoformer.cli import common
@@ -41,19 +39,6 @@ def convert(
         int, typer.Option(help="Steps of attention transfer, and as many of distillation.", min=1)
     ] = 600,
     batch: Annotated[int, typer.Option(help="Images or texts in a step.", min=1)] = 32,
-    max_error: Annotated[
-        float | None,
-        typer.Option(
-            help="With --teach: choose bits layer by layer, so that no layer's error is larger than this.",
-            min=0,
-        ),
-    ] = None,
-    max_energy: Annotated[
-        float | None,
-        typer.Option(
-            help="With --teach: choose bits layer by layer, within this share of the energy.", min=0
-        ),
-    ] = None,
     samples: Annotated[int, typer.Option(help="Images or texts to fit hash functions on.", min=1)] = 64,
     seed: Annotated[int, typer.Option(help="Seed for fitting and for the order of the data.")] = 0,
     architecture: Annotated[
@@ -72,17 +57,10 @@ def convert(
     Example: `ecoformer convert pvt_v2_b0 sharp_b0.safetensors --pretrained --data photos/ --teach`
     """
     check_target(target, force)
-    config = _config(settings or [])
-    common.exclude(("--max-error", max_error is not None), ("--max-energy", max_energy is not None))
-    chooses = max_error is not None or max_energy is not None
-    if chooses and (config or attention != common.BEST):
-        raise ValueError(
-            "--max-error and --max-energy choose the bits of sharp_eco: leave out --attention and --set"
-        )
-    if (teach or chooses) and data is None:
+    config = common.parse_settings(settings or [])
+    common.check_settings([attention], config)
+    if teach and data is None:
         raise ValueError("--teach needs --data: a folder of images, or a text file with one text per line")
-    if chooses and not teach:
-        raise ValueError("--max-error and --max-energy need --teach")
     if data is not None and not data.exists():
         raise FileNotFoundError(f"--data: no such folder or file: {data}")
     with common.progress(as_json) as progress:
@@ -94,67 +72,38 @@ def convert(
     narrow = dtypes.pop() if teach and dtypes in ({torch.float16}, {torch.bfloat16}) else None
     if narrow is not None:
         model.float()  # 16 bits are too coarse for small steps
+
+    def write() -> Path:
+        return save(model if narrow is None else copy.deepcopy(model).to(narrow), target)
+
     teacher = copy.deepcopy(model) if teach else None
-    facts: dict[str, Any] = {"source": opened.what}
-    lines: list[str] = []
-    fitted: list[str] = []
-    if chooses and batches is not None:
-        example = batches.largest()
-        limits: dict[str, Any] = {"loss": max_error, "energy": max_energy, "layers": layers or None}
-        made = allocate(model, batches, example, steps=steps, progress=show, **limits)
-        if all(choice.mechanism is None for choice in made.layers.values()):
-            limit = f"--max-energy {max_energy}" if max_error is None else f"--max-error {max_error}"
-            raise ValueError(
-                f"{limit}: every layer is best left as it is, so no layer was converted and nothing written"
-            )
-        facts |= {"layers": {n: str(c) for n, c in made.layers.items()}, "energy": made.energy}
-        lines += [str(made), *(f"note: {note}" for note in opened.notes)]
-    else:
-        report = convert_model(model, attention, layers=layers or None, **config)
-        notes = [
-            note for note in report.notes if note != NOT_FITTED and not (teach and note == RANDOM_PLANES)
-        ]
-        if batches is None and NOT_FITTED in report.notes:
-            notes.append(
-                "hash functions are not fitted: --data takes a folder of images or a text file with one text "
-                "per line"
-            )
-        report = replace(report, notes=(*notes, *opened.notes))
-        facts |= report.to_dict()
-        lines.append(str(report))
-        if batches is not None and any(hasher.learns for hasher in hashers_of(model).values()):
-            names = fit_hashers(model, batches, samples=samples, seed=seed, progress=show)
-            fitted = [name for name in names if hashers_of(model)[name].learns]
-            lines.append(f"fitted {len(fitted)} hashers on {min(samples, len(batches))} samples of {data}")
-        elif batches is not None and not teach:
-            raise ValueError(f"--data: {attention} has no hash functions to fit: add --teach")
-        if teacher is not None and batches is not None:
-            passed = transfer(model, teacher, batches, steps=steps, progress=show)
-            facts["transfer"] = passed.final
-            lines.append(f"transfer: {passed}")
+    report = convert_model(model, attention, layers=layers or None, **config)
+    notes = [note for note in report.notes if note != NOT_FITTED and not (teach and note == RANDOM_PLANES)]
+    if batches is None and NOT_FITTED in report.notes:
+        notes.append(
+            "hash functions are not fitted: --data takes a folder of images or a text file with one text per "
+            "line"
+        )
+    report = replace(report, notes=(*notes, *opened.notes))
+    facts: dict[str, Any] = report.to_dict() | {"source": opened.what, "fitted": []}
+    lines = [str(report)]
+    if batches is not None and any(hasher.learns for hasher in hashers_of(model).values()):
+        names = fit_hashers(model, batches, samples=samples, seed=seed, progress=show)
+        facts["fitted"] = [name for name in names if hashers_of(model)[name].learns]
+        count = min(samples, len(batches))
+        lines.append(f"fitted {len(facts['fitted'])} hashers on {count} samples of {data}")
+    elif batches is not None and not teach:
+        raise ValueError(f"--data: {attention} has no hash functions to fit: add --teach")
     if teacher is not None and batches is not None:
-        _write(model, narrow, target)  # so that what was learned so far is not lost
+        passed = transfer(model, teacher, batches, steps=steps, progress=show)
+        write()  # what was learned so far is not lost
         try:
             learned = distill(model, teacher, batches, steps=steps, progress=show)
         except Exception as error:
             raise RuntimeError(
                 f"distillation failed ({one_line(error)}); {target} holds the model after attention transfer"
             ) from error
-        facts["distillation"] = [learned.outputs[0], learned.outputs[-1]]
-        lines.append(f"distillation: {learned}")
-    written = _write(model, narrow, target)
-    facts |= {"fitted": fitted, "written": str(written)}
-    common.show(facts, "\n".join([*lines, f"wrote {written}"]), as_json)
-
-
-def _write(model: nn.Module, narrow: torch.dtype | None, target: Path) -> Path:
-    """Write the model, in 16 bits if it came so."""
-    return save(model if narrow is None else copy.deepcopy(model).to(narrow), target)
-
-
-def _config(settings: list[str]) -> dict[str, Any]:
-    config = common.parse_settings(settings)
-    options = {"mechanism": "--attention", "layers": "--layers", "model": "IN", "example": "IN"}
-    for key in config.keys() & options.keys():
-        raise ValueError(f"--set {key} is not an argument of the mechanism: use {options[key]}")
-    return config
+        facts |= {"transfer": passed.final, "distillation": [learned.outputs[0], learned.outputs[-1]]}
+        lines += [f"transfer: {passed}", f"distillation: {learned}"]
+    facts["written"] = str(write())
+    common.show(facts, "\n".join([*lines, f"wrote {facts['written']}"]), as_json)

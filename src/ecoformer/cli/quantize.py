@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -13,8 +12,6 @@ from ecoformer.checkpoints import save
 from ecoformer.cli import common
 from ecoformer.cli.samples import Samples, check_target
 from ecoformer.cli.sources import open_model
-from ecoformer.conversion import distill
-from ecoformer.quantization import fake_quantized
 from ecoformer.quantization import quantize as quantize_model
 
 
@@ -29,14 +26,7 @@ def quantize(
     max_error: Annotated[
         float, typer.Option(help="Layers with a larger error stay in floating point.", min=0)
     ] = 0.1,
-    teach: Annotated[
-        bool,
-        typer.Option(
-            "--teach", help="Fine-tune with simulated int8 on --data first, with the original as teacher."
-        ),
-    ] = False,
-    steps: Annotated[int, typer.Option(help="Steps of --teach.", min=1)] = 200,
-    batch: Annotated[int, typer.Option(help="Images or texts in a step of --teach.", min=1)] = 32,
+    batch: Annotated[int, typer.Option(help="Images or texts in a batch.", min=1)] = 32,
     seed: Annotated[int, typer.Option(help="Seed for the order of the data.")] = 0,
     pretrained: common.Pretrained = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite OUT.")] = False,
@@ -60,17 +50,10 @@ def quantize(
     with common.progress(as_json) as progress:
         progress(f"opening {source}")
         opened = open_model(source, pretrained=pretrained, needs_weights=True)
-    model, loader, show = opened.model, Samples(opened, data, batch, seed), not as_json
-    batches = list(islice(loader, -(-samples // batch)))
-    facts: dict[str, Any] = {"source": opened.what}
-    lines = [f"note: {note}" for note in opened.notes]
-    if teach:
-        teacher = copy.deepcopy(model)
-        with fake_quantized(model, batches, samples=samples):
-            learned = distill(model, teacher, loader, steps=steps, lr=3e-5, progress=show)
-        facts["distillation"] = [learned.outputs[0], learned.outputs[-1]]
-        lines.append(f"distillation: {learned}")
-    report = quantize_model(model, batches, samples=samples, max_error=max_error, progress=show)
+    model = opened.model
+    batches = list(islice(Samples(opened, data, batch, seed), -(-samples // batch)))
+    report = quantize_model(model, batches, samples=samples, max_error=max_error, progress=not as_json)
     written = save(model, target)
-    facts |= report.to_dict() | {"written": str(written)}
-    common.show(facts, "\n".join([*lines, str(report), f"wrote {written}"]), as_json)
+    facts = {"source": opened.what} | report.to_dict() | {"written": str(written)}
+    notes = [f"note: {note}" for note in opened.notes]
+    common.show(facts, "\n".join([*notes, str(report), f"wrote {written}"]), as_json)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ecoformer.arguments import one_line
 from ecoformer.cli.sources import Source, input_name, longest_text
 from ecoformer.data.files import IMAGE_ENDINGS, find_files, read_image
 from ecoformer.data.texts import byte_tokens
@@ -47,10 +46,6 @@ class Samples:
         self.seed += 1
         for start in range(0, len(order), self.batch):
             yield self._make(order[start : start + self.batch])
-
-    def largest(self) -> Any:
-        """An image, or the longest text."""
-        return self._make([self.items[0] if self.path.is_dir() else max(self.items, key=len)])
 
     def _reads_bytes(self) -> bool:
         from ecoformer.models.text import TextEncoder
@@ -103,5 +98,5 @@ class Samples:
     def _image(self, file: str) -> Any:
         try:
             return self.transform(read_image(file))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--data: {file} cannot be read as an image: {one_line(error)}") from error
+        except ValueError as error:
+            raise ValueError(f"--data: {error}") from error

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
 from torch import Tensor, nn
@@ -80,12 +77,9 @@ def open_model(
         shapes_only: build models on the meta device where no file is needed for that.
     """
     path = Path(name)
-    is_name = not path.is_dir() and not path.is_file()
-    if pretrained:
-        _check_network()
     if architecture is not None and not path.is_file():
         raise ValueError(f"--model is for a weights file, but {name} is not a file")
-    if pretrained and not is_name:
+    if pretrained and (path.is_dir() or path.is_file()):
         raise ValueError(f"--pretrained is for the name of a model, but {name} has its own weights")
     if path.is_file():
         return _from_weights(path, architecture) if architecture else _from_file(path)
@@ -136,13 +130,10 @@ def _download(name: str, patterns: tuple[str, ...]) -> Path:
     except (OSError, ValueError) as error:
         where = "is not a file or a folder, nor a model on the Hugging Face Hub"
         problem = f"{name!r} {where} ({_no_file(error)})"
-        if "/" in name:
-            raise ValueError(problem) from error
-        try:
-            check_timm_name(name, f"{problem}, nor of timm")
-        except ModuleNotFoundError as missing:
-            raise ValueError(f"{problem}; {missing}") from error
-        raise
+        if "/" not in name:
+            with contextlib.suppress(ModuleNotFoundError):
+                check_timm_name(name, f"{problem}, nor of timm")
+        raise ValueError(problem) from error
 
 
 def _no_file(error: Exception) -> str:
@@ -154,30 +145,14 @@ def _no_file(error: Exception) -> str:
     return "no such model" if isinstance(error, RepositoryNotFoundError) else one_line(error, 120)
 
 
-def _check_network() -> None:
-    """Without a network, let the Hub's client use its cache at once: it would try again for a minute."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE or getproxies():
-        return
-    hub = urlsplit(constants.ENDPOINT)
-    try:
-        socket.create_connection((hub.hostname or "", hub.port or 443), timeout=3).close()
-    except OSError:
-        constants.HF_HUB_OFFLINE = True
-
-
 def _from_file(path: Path) -> Source:
-    hint = (
-        "Weights of a timm model need its name: --model pvt_v2_b0 with convert; other commands take "
-        "the output of convert, or the name itself"
-    )
     try:
         if _is_safetensors(path):
             return Source(load(path), f"checkpoint {path.name}")
         return Source(load_official(path), f"released checkpoint {path.name}")
     except CheckpointError as error:
-        raise CheckpointError(f"{str(error).rstrip('.')}. {hint}") from error
+        hint = "weights of a timm model need its name: ecoformer convert --model pvt_v2_b0"
+        raise CheckpointError(f"{str(error).rstrip('.')}; {hint}") from error
 
 
 def _is_safetensors(path: Path) -> bool:
@@ -188,13 +163,8 @@ def _is_safetensors(path: Path) -> bool:
 
 def _from_weights(path: Path, architecture: str) -> Source:
     timm_models = import_library("timm.models")
-    try:
+    with blaming(f"{path.name} is damaged, or not a file of weights", MemoryError):
         state = timm_models.load_state_dict(str(path), weights_only=True)
-    except (ImportError, MemoryError):
-        raise
-    except Exception as error:  # other bytes end in whatever the unpickler stumbles over
-        reason = f"it is damaged, or not a file of weights ({type(error).__name__}: {one_line(error, 80)})"
-        raise CheckpointError(f"{path.name} cannot be read as weights: {reason}") from error
     names = ("head.weight", "fc.weight", "classifier.weight")
     head = next((state[name] for name in names if name in state), None)
     model = _timm(architecture, **({} if head is None else {"num_classes": head.shape[0]}))
@@ -261,10 +231,8 @@ def inputs_of(
     if tokens is not None:
         raise ValueError(f"--tokens is for texts, but {kind} takes images: pass --resolution")
     settings = getattr(model, "pretrained_cfg", None) or {}
-    size: Any = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    size = (
-        resolution or size or getattr(config, "image_size", None) or settings.get("input_size", (224,))[-2:]
-    )
+    own: Any = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    size = resolution or own or getattr(config, "image_size", None) or settings.get("input_size", (224,))[-2:]
     height, width = (size, size) if isinstance(size, int) else (size[0], size[-1])
     channels: Any = getattr(model, "in_chans", None) or getattr(config, "num_channels", 3)
     return {"resolution": height}, lambda n: torch.randn(n, channels, height, width, generator=_generator(n))

@@ -162,22 +162,15 @@ def _check_chosen(model: nn.Module, found: list[Found], chosen: list[Found]) -> 
     if any(not f.name for f in chosen):
         raise ValueError("model is itself an attention layer: use create_attention or from_softmax")
     if bad:
-        more = f" (and {len(bad) - 1} more layers)" if len(bad) > 1 else ""
-        remedy = "; choose others with layers=" if any(f.source is not None for f in found) else ""
-        raise ValueError(
-            f"{bad[0].name or type(model).__name__} ({bad[0].kind}) cannot be converted{more}: "
-            f"{bad[0].refusal}{remedy}"
-        )
+        name = bad[0].name or type(model).__name__
+        raise ValueError(f"{name} ({bad[0].kind}) cannot be converted: {bad[0].refusal}")
 
 
 def _check_config(chosen: list[Found], config: dict[str, Any]) -> None:
-    """Refuse arguments that only a layer of its own can have, and a seed that cannot be counted up."""
+    """Refuse arguments that only a layer of its own can have."""
     for name in ("dim", "num_heads", "out_proj"):
         if name in config:
             raise TypeError(f"{name}={config[name]!r}: convert reads {name} from each layer, leave it out")
-    seed = config.get("seed")
-    if seed is not None and type(seed) is not int:
-        raise TypeError(f"seed must be a whole number, got {seed!r}")
     sources = {f.name: f.source for f in chosen if f.source is not None}
     biased = [n for n, s in sources.items() if any(b is not None for b in (s.q_bias, s.k_bias, s.v_bias))]
     if biased and not config.get("qkv_bias", True):
@@ -269,7 +262,7 @@ def _count_tokens(model: nn.Module, layers: list[nn.Module], example: Any) -> di
     dtype = next((t.dtype for t in tensors if t.is_floating_point()), None)
     example = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, example)
     try:
-        with eval_mode(model), torch.no_grad():
+        with eval_mode(model):
             run(model, move(example, device))
     finally:
         for handle in hooks:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -28,8 +27,7 @@ from ecoformer.conversion.learning import (
     relative_mse,
     without_padding,
 )
-from ecoformer.hashing import FitOptions, fit_hashers, hashers_of
-from ecoformer.hashing.fitting import Forward, Group, run, several_ranks
+from ecoformer.hashing.fitting import Forward, run
 from ecoformer.running import eval_mode, without_fast_path
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -66,9 +64,6 @@ def distill(
     lr: float = 1e-4,
     loss: Loss = "mse",
     layers: float = 0.0,
-    refit_every: int = 0,
-    fit_options: FitOptions | None = None,
-    group: Group = None,
     output: Output | None = None,
     forward: Forward | None = None,
     progress: bool = True,
@@ -78,7 +73,7 @@ def distill(
     AdamW without weight decay; the learning rate rises over the first tenth of the steps and falls like a
     cosine; gradients are clipped to norm 1. Both models run in eval mode, without dropout, as the paper
     fine-tunes; modes are restored. A loss or gradient that is not finite stops the training and restores the
-    last weights that gave finite ones.
+    last weights that gave finite ones. With several ranks, wrap the student in DistributedDataParallel.
 
     Args:
         student: a converted model with fitted hashers.
@@ -91,17 +86,12 @@ def distill(
         loss: of the outputs: "mse" relative to the teacher's mean square, "kl" for logits, "cosine" for
             embeddings, or a function of the student's and the teacher's output.
         layers: weight of a second loss, on the attention outputs of each converted layer.
-        refit_every: fit the hash functions again every so many steps, because the tokens change; 0: never.
-        fit_options: how to fit them then.
-        group: as in `fit_hashers`. With several ranks, wrap the student in DistributedDataParallel, or pass
-            `group="alone"` if only this rank learns.
         output: `output(result, batch)` picks the tensor to compare; default: the result itself, its logits or
             its last hidden state (without padding).
         forward: how to run a batch, `forward(model, batch)`; default: `model(inputs)` or `model(**mapping)`.
         progress: show a progress bar on a terminal.
     """
-    check_steps(batches, steps, lr=lr, layers=layers, refit_every=refit_every)
-    _check_ranks(student, group)
+    check_steps(batches, steps, lr=lr, layers=layers)
     check_models(student, teacher)
     pairs = layer_pairs(student, teacher) if layers else {}
     sharp = [m for m in student.modules() if isinstance(m, Attention) and m.projects_to_codes]
@@ -112,13 +102,10 @@ def distill(
         raise ValueError(f"loss must be one of {', '.join(_LOSSES)} or a function, got {loss!r}")
     measure = _LOSSES[loss] if isinstance(loss, str) else loss
     compare = partial(_losses, student, teacher, pairs, measure, output or _pick_output, forward or run)
-    refit = partial(fit_hashers, options=fit_options, group=group, forward=forward, progress=False)
     outputs: list[float] = []
     of_layers: list[float] = []
 
     def backward(batch: Any, step: int) -> tuple[Tensor, str]:
-        if refit_every and step and step % refit_every == 0 and hashers_of(student):
-            refit(student, [batch], seed=step)
         main, local = compare(batch)
         total = main + layers * local
         torch.autograd.backward(total)
@@ -165,15 +152,6 @@ def _cosine(x: Tensor, target: Tensor) -> Tensor:
 
 
 _LOSSES: dict[str, LossFunction] = {"mse": relative_mse, "kl": _kl, "cosine": _cosine}
-
-
-def _check_ranks(student: nn.Module, group: Group) -> None:
-    wrapped = isinstance(student, nn.parallel.DistributedDataParallel)
-    if several_ranks() and group != "alone" and not wrapped:
-        raise ValueError(
-            f"student would learn differently on each of {dist.get_world_size()} ranks: wrap it in "
-            'DistributedDataParallel, or pass group="alone" if only this rank learns'
-        )
 
 
 def _pick_output(result: Any, batch: Any) -> Tensor:

@@ -21,8 +21,6 @@ _POSITION_BIAS = re.compile(
     r"relative_(position|coord|attention)|rel_pos|position_bias|attention_biases|bias_table|rpb"
 )
 _ROTARY = re.compile(r"rope|rotary|freqs_cis|position_embeddings")
-_CAPTURING = "transformers.utils.output_capturing"
-"""Its hooks collect what `output_attentions` asks for, which converted layers refuse; they stay for good."""
 
 
 def mechanism_in(layer: nn.Module) -> nn.Module:
@@ -121,7 +119,7 @@ def examine(name: str, module: nn.Module) -> Found | None:
 
 
 def weights_of(layer: nn.Module) -> Projections | None:
-    """A layer's projections, if they can be read, even if it cannot be converted, such as with hooks."""
+    """A layer's projections, if they can be read, even if it cannot be converted."""
     rule = rule_for(layer)
     try:
         if isinstance(layer, (Adapter, Attention)):
@@ -149,36 +147,23 @@ def _read(layer: nn.Module, rule: Rule) -> Projections | str:
     more = unread_parameters(layer, source, rule.drops)
     if more:
         return f"it also holds {', '.join(more)}, which cannot be carried over"
-    return _other_scale(layer, source) or _hidden_behaviour(layer, rule.drops) or source
+    return _hidden_behaviour(layer, source, rule.drops) or source
 
 
-def _other_scale(layer: nn.Module, source: Projections) -> str | None:
-    """Our mechanisms scale scores by one over the root of a head's channels."""
+def _hidden_behaviour(layer: nn.Module, source: Projections, known: tuple[str, ...]) -> str | None:
+    """What a layer does besides what its parameters show, and a new layer would not do."""
     usual = (source.dim // source.num_heads) ** -0.5
     for name in ("scale", "scaling"):
         value = getattr(layer, name, usual)
         if isinstance(value, (int, float)) and abs(value - usual) > 1e-6:
             return f"it scales scores by {name}={value:g} instead of {usual:g}"
-    return None
-
-
-def _hidden_behaviour(layer: nn.Module, known: tuple[str, ...]) -> str | None:
-    """What a layer does besides what its parameters show, and a new layer would not do."""
     for name, module in layer.named_modules():
-        where = f" of {name}" if name else ""
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-        if any(getattr(hook, "__module__", "") != _CAPTURING for each in hooks for hook in each.values()):
-            return f"hooks{where} would be lost: remove them, and register them again afterwards"
-        if "forward" in vars(module):
-            return f"forward{where} was replaced on the object, and would be lost"
         if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
             return f"{name} is a {type(module).__name__}, which does not compute what nn.Linear does"
     buffers = [name for name, _ in layer.named_buffers() if name.split(".")[0] not in known]
     if buffers:
         return f"it also holds the buffer {buffers[0]}, which cannot be carried over"
-    if getattr(layer, "is_causal", False) is True:
-        return DECODER
-    return None
+    return DECODER if getattr(layer, "is_causal", False) is True else None
 
 
 def _why_unknown(layer: nn.Module) -> str:
@@ -205,20 +190,14 @@ def choose(found: list[Found], layers: Selection) -> dict[str, str | None]:
         return {f.name: _skipped_by_default(f, found) for f in found}
     if callable(layers):
         return {f.name: None if layers(f.name, f.layer) else "not chosen" for f in found}
-    if not isinstance(layers, (str, Iterable)):
-        raise TypeError(f"layers must be a pattern, several, or a function, got {type(layers).__name__}")
     patterns = [layers] if isinstance(layers, str) else list(layers)
     patterns = ["*" if pattern == "all" else pattern for pattern in patterns]
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(f"layers must hold patterns such as 'blocks.1.*', got {pattern!r}")
         if not any(fnmatchcase(f.name, pattern) for f in found):
-            names = [f.name or "the model itself" for f in found]
-            if len(names) > 4:
-                names = [*names[:3], f"... ({len(names)} in all)"]
-            raise ValueError(
-                f"layers={pattern!r} matches no attention layer; there are {', '.join(names) or 'none'}"
-            )
+            names = ", ".join([f.name for f in found[:4]] + ["..."] * (len(found) > 4))
+            raise ValueError(f"layers={pattern!r} matches no attention layer; there are {names or 'none'}")
     return {f.name: None if any(fnmatchcase(f.name, p) for p in patterns) else "not chosen" for f in found}
 
 

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from ecoformer.attention import Attention
 from ecoformer.conversion.convert import unwrapped
 from ecoformer.conversion.foreign import hidden_keys
-from ecoformer.conversion.layers import mechanism_in, weights_of
 from ecoformer.conversion.rules import Adapter
 from ecoformer.hashing.fitting import check_batches, move, progress_bar
 
@@ -30,8 +29,8 @@ def check_models(student: nn.Module, teacher: nn.Module) -> None:
     """Refuse a student that cannot learn, and a teacher that would change with it."""
     if any(buffer.dtype == torch.int8 for buffer in student.buffers()):
         raise ValueError(
-            f"student ({type(student).__name__}) is quantised, and int8 cannot learn: teach the original, if "
-            "need be inside ecoformer.fake_quantized, then quantise it"
+            f"student ({type(student).__name__}) is quantised, and int8 cannot learn: teach the original, "
+            "then quantise it"
         )
     memory = [
         {p.untyped_storage().data_ptr() for p in m.parameters() if p.numel()} for m in (student, teacher)
@@ -49,23 +48,14 @@ def layer_pairs(student: nn.Module, teacher: nn.Module) -> LayerPairs:
     converted = [name for name, module in student.named_modules() if isinstance(module, (Adapter, Attention))]
     outermost = [n for n in converted if not any(n.startswith(f"{other}.") for other in converted)]
     modules = dict(teacher.named_modules())
-    missing = [name for name in outermost if name not in modules]
     if not outermost:
         raise ValueError(f"student ({type(student).__name__}) has no converted layer: convert it first")
-    if missing:
+    if missing := [name for name in outermost if name not in modules]:
         raise ValueError(
-            f"teacher ({type(teacher).__name__}) has no layer {missing[0]!r} to compare with the student's: "
-            "pass the model as it was before convert"
+            f"teacher ({type(teacher).__name__}) has no layer {missing[0]!r}: pass the model as it was "
+            "before convert"
         )
-    pairs = {name: (student.get_submodule(name), modules[name]) for name in outermost}
-    for name, (layer, original) in pairs.items():
-        source, width = weights_of(original), mechanism_in(layer).dim
-        if source is not None and source.dim != width:
-            raise ValueError(
-                f"{name}: the student's layer has {width} channels, the teacher's {source.dim}: pass the "
-                "model as it was before convert"
-            )
-    return pairs
+    return {name: (student.get_submodule(name), modules[name]) for name in outermost}
 
 
 def check_reached(names: Iterable[str], reached: Container[str]) -> None:
@@ -133,10 +123,9 @@ def learn(
             with torch.no_grad():
                 if not bool(loss.isfinite() & norm.isfinite()):
                     torch._foreach_copy_(parameters, last_good)
-                    remedy = "check the inputs, lower lr, or train in float32" if step else "check the inputs"
                     raise FloatingPointError(
                         f"loss {float(loss)} with a gradient of norm {float(norm)} at step {step}; the last "
-                        f"weights that gave finite ones are restored: {remedy}"
+                        "good weights are restored: check the inputs, lower lr, or train in float32"
                     )
                 torch._foreach_copy_(last_good, parameters)
             optimiser.step()

@@ -4,7 +4,6 @@ from ecoformer.data import images, listops, mosaic, recall, samples  # noqa: F40
 from ecoformer.data.masking import MASK, mask_bytes
 from ecoformer.data.registry import list_datasets, load, register_dataset
 from ecoformer.data.splits import IGNORED, Arrays, Images, Splits
-from ecoformer.data.stored import store
 from ecoformer.data.texts import PAD, byte_tokens
 
 __all__ = [
@@ -19,5 +18,4 @@ __all__ = [
     "load",
     "mask_bytes",
     "register_dataset",
-    "store",
 ]

@@ -14,9 +14,6 @@ from torch.nn import functional as F
 
 from ecoformer.arguments import shape
 
-_ERASED_AREA = (0.02, 1 / 3)
-_ERASED_RATIO = (0.3, 1 / 0.3)
-
 
 def augment(
     images: Tensor,
@@ -27,11 +24,10 @@ def augment(
     std: Sequence[float],
     pad: int = 0,
     flip: bool = False,
-    erase: float = 0.0,
 ) -> Tensor:
     """Bytes (B, C, H, W) for training, as float (B, C, size, size).
 
-    In this order: shift by up to `pad` pixels, mirror, resize, normalise, erase.
+    In this order: shift by up to `pad` pixels, mirror, resize, normalise.
 
     Args:
         images: of uint8.
@@ -41,15 +37,13 @@ def augment(
         std: of each channel.
         pad: black pixels around a picture, out of which one of the old size is cropped at random.
         flip: mirror half of the pictures left to right.
-        erase: probability that a rectangle of a 50th to a third of the picture becomes `mean`.
     """
     if pad:
         images = _shifted(images, generator, pad)
     if flip:
         flips = torch.rand(len(images), generator=generator, device=images.device) < 0.5
         images = torch.where(flips.view(-1, 1, 1, 1), images.flip(-1), images)
-    x = plain(images, size=size, mean=mean, std=std)
-    return _erased(x, generator, erase) if erase else x
+    return plain(images, size=size, mean=mean, std=std)
 
 
 def plain(images: Tensor, *, size: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
@@ -73,24 +67,3 @@ def _shifted(images: Tensor, generator: torch.Generator, pad: int) -> Tensor:
     batch = torch.arange(count, device=device).view(-1, 1, 1)
     # Channels last, so that one index (B, H, W) gathers complete pixels.
     return F.pad(images, (pad,) * 4).permute(0, 2, 3, 1)[batch, rows, columns].permute(0, 3, 1, 2)
-
-
-def _erased(x: Tensor, generator: torch.Generator, probability: float) -> Tensor:
-    """Zero in a rectangle of some pictures; zero is the mean once pictures are normalised."""
-    draws = torch.rand(5, len(x), 1, generator=generator, device=x.device)
-    height, width = x.shape[-2:]
-    area = (_ERASED_AREA[0] + draws[0] * (_ERASED_AREA[1] - _ERASED_AREA[0])) * (height * width)
-    low, high = (torch.tensor(ratio, device=x.device).log() for ratio in _ERASED_RATIO)
-    ratio = (low + draws[1] * (high - low)).exp()
-    inside = _span(height, (area * ratio).sqrt(), draws[2]).unsqueeze(2)
-    inside = inside & _span(width, (area / ratio).sqrt(), draws[3]).unsqueeze(1)
-    inside = inside & (draws[4] < probability).unsqueeze(2)
-    return x.masked_fill(inside.unsqueeze(1), 0)
-
-
-def _span(side: int, length: Tensor, place: Tensor) -> Tensor:
-    """Which pixels (B, side) of a side lie in a stretch of about `length` (B, 1), `place` in 0..1."""
-    length = length.round().clamp(1, side)
-    start = (place * (side - length + 1)).floor()
-    pixels = torch.arange(side, device=length.device)
-    return (pixels >= start) & (pixels < start + length)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Subset
 
 from ecoformer.arguments import shape
 from ecoformer.data.files import read_image
@@ -19,9 +19,6 @@ Kind = Literal["images", "text", "pairs", "tokens"]
 
 IGNORED = -100
 """Target of a token that has no target."""
-
-MOST_CLASSES = 100_000
-"""Most classes that a file may ask for: a model has weights for each."""
 
 _DIMENSIONS = {"images": 4, "text": 2, "pairs": 3, "tokens": 2}
 
@@ -47,9 +44,6 @@ class Arrays:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        return self.inputs[i], self.targets[i]
-
     def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Samples by an index (B,) of any device, with the dtypes that are stored."""
         index = index.to(self.inputs.device)
@@ -70,36 +64,30 @@ class Arrays:
 
 
 @dataclass(frozen=True, eq=False)
-class Images(Dataset[tuple["Image.Image", int]]):
-    """Pictures that are decoded on access.
-
-    Each access opens and closes a file, so there may be any number of files and workers.
+class Images:
+    """Pictures in files, decoded on access.
 
     Attributes:
         paths: file of each picture.
         labels: class (N,) of each picture.
-        spans: first byte and size (N, 2) of each picture in its file, a tar; None if pictures are files.
     """
 
     paths: tuple[str, ...]
     labels: Tensor
-    spans: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, i: int) -> tuple[Image.Image, int]:
-        span = None if self.spans is None else tuple(self.spans[i].tolist())
-        try:
-            return read_image(self.paths[i], span), int(self.labels[i])
-        except ValueError as error:
-            where = self.paths[i] if span is None else f"{self.paths[i]}, byte {span[0]}"
-            raise ValueError(f"{where}: {error}") from error
+        return read_image(self.paths[i]), int(self.labels[i])
 
-    def select(self, index: Tensor) -> Images:
-        """The pictures of an index."""
-        spans = None if self.spans is None else self.spans[index]
-        return Images(tuple(self.paths[i] for i in index.tolist()), self.labels[index], spans)
+
+class Pictures(Protocol):
+    """Any map-style data set of Pillow's pictures and their classes, such as torchvision's."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> tuple[Image.Image, int]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,8 +106,8 @@ class Splits:
             batch; test samples are masked once, the same for everyone.
     """
 
-    train: Arrays | Images
-    test: Arrays | Images
+    train: Arrays | Pictures
+    test: Arrays | Pictures
     kind: Kind
     classes: int
     vocabulary: int = 0
@@ -154,9 +142,19 @@ def balanced(labels: Tensor, limit: int) -> Tensor:
     return order[turn.argsort(stable=True)][:limit].sort().values
 
 
-def limited(part: Arrays | Images, limit: int) -> Arrays | Images:
+def labels_of(part: Arrays | Pictures) -> Tensor | None:
+    """Classes (N,), as far as they are known without decoding: of `Images` and torchvision's data sets."""
+    found = part.labels if isinstance(part, (Arrays, Images)) else getattr(part, "targets", None)
+    return None if found is None else torch.as_tensor(found)
+
+
+def limited(part: Arrays | Pictures, limit: int) -> Arrays | Pictures:
     """At most `limit` samples of a part, see `balanced`."""
     if len(part) <= limit:
         return part
-    labels = torch.zeros(len(part), dtype=torch.int64) if part.labels is None else part.labels
-    return part.select(balanced(labels, limit))
+    labels = labels_of(part)
+    chosen = balanced(torch.zeros(len(part), dtype=torch.int64) if labels is None else labels, limit)
+    if isinstance(part, Arrays):
+        return part.select(chosen)
+    source: Any = part
+    return Subset(source, chosen.tolist())

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import csv
-import io
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
 import torch
 from torch import Tensor
 
-from ecoformer.data.files import find_files, open_file, read_files
+from ecoformer.data.files import find_files, read_files
 from ecoformer.data.registry import register_dataset
-from ecoformer.data.splits import Arrays, Splits, balanced
+from ecoformer.data.splits import Arrays, Splits
 
 PAD = 0
 """Token id of padding."""
@@ -74,35 +73,27 @@ def first_bytes(text: str | bytes, count: int) -> bytes:
 @register_dataset(
     "imdb", layout="train/pos/*.txt, train/neg/*.txt, test/pos/*.txt and test/neg/*.txt of aclImdb"
 )
-def imdb(root: Path, *, length: int = 4096, cut: int | None = None, limit: int | None = None) -> Splits:
+def imdb(root: Path, *, length: int = 4096, cut: int | None = None) -> Splits:
     """Reviews as bytes; class 1 is positive. The unrated reviews in `unsup` are left out.
 
     Args:
         root: the folder aclImdb, or the one that holds it.
         length: tokens of a row.
         cut: bytes kept of each review; default: 4,000, or `length` if that is less.
-        limit: most reviews of each split, half of them positive.
     """
     kept = check_cut(length, cut)
     root = root / "aclImdb" if (root / "aclImdb").is_dir() else root
-    train, test = (_reviews(root / part, length, kept, limit) for part in ("train", "test"))
+    train, test = (_reviews(root / part, length, kept) for part in ("train", "test"))
     return Splits(train, test, "text", 2, BYTE_IDS, length)
 
 
-def _reviews(folder: Path, length: int, kept: int, limit: int | None) -> Arrays:
-    paths: list[str] = []
-    counts: list[int] = []
-    for name in ("neg", "pos"):
-        found = find_files(folder / name, ".txt")
-        if not found:
-            raise FileNotFoundError(f"imdb: there is no {folder / name}/*.txt; unpack aclImdb there")
-        paths += found
-        counts.append(len(found))
-    labels = torch.arange(2).repeat_interleave(torch.tensor(counts))
-    if limit is not None:
-        chosen = balanced(labels, limit)
-        labels, paths = labels[chosen], [paths[i] for i in chosen.tolist()]
-    return Arrays(byte_tokens(read_files(paths, kept), length, cut=kept, dtype=torch.int16), labels)
+def _reviews(folder: Path, length: int, kept: int) -> Arrays:
+    negative, positive = (find_files(folder / name, ".txt") for name in ("neg", "pos"))
+    if not negative or not positive:
+        raise FileNotFoundError(f"imdb: {folder} lacks neg/*.txt or pos/*.txt; unpack aclImdb there")
+    labels = torch.tensor([0] * len(negative) + [1] * len(positive))
+    texts = read_files(negative + positive, kept)
+    return Arrays(byte_tokens(texts, length, cut=kept, dtype=torch.int16), labels)
 
 
 @register_dataset("aan", layout=f"{_FILE.format('train')}, .eval.tsv and .test.tsv of the Long Range Arena")
@@ -170,11 +161,10 @@ def _pairs(file: Path, length: int, kept: int, limit: int | None) -> Arrays:
 
 
 def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
-    text = io.TextIOWrapper(io.BufferedReader(open_file(file)), "utf-8", "surrogateescape", newline="")
-    reader = csv.reader(_lines(text), delimiter="\t")
     before = csv.field_size_limit(_LONGEST)  # a setting of the process; its default is too short for papers
     try:
-        with text:
+        with file.open(encoding="utf-8", errors="surrogateescape", newline="") as text:
+            reader = csv.reader(_lines(text), delimiter="\t")
             for row in reader:
                 yield _label(row), row[3:]
     except (csv.Error, ValueError) as error:
@@ -183,7 +173,7 @@ def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
         csv.field_size_limit(before)
 
 
-def _lines(file: io.TextIOWrapper) -> Iterator[str]:
+def _lines(file: TextIO) -> Iterator[str]:
     while line := file.readline(_LONGEST + 1):
         if len(line) > _LONGEST:
             raise ValueError(f"a line has more than {_LONGEST:,} characters")

@@ -130,11 +130,6 @@ class TextEncoder(HubMixin, nn.Module):
         mask = self._padding("tokens", tokens, "key_padding_mask", key_padding_mask)
         return self._features(tokens, mask)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Token ids (B, N) to embeddings with positions (B, N, dim), unchecked."""
-        embedded: Tensor = self.drop(self.embedding(tokens) + self.positions[: tokens.shape[1]])
-        return embedded
-
     def pool(self, x: Tensor, key_padding_mask: Tensor) -> Tensor:
         """Mean (B, dim) of features (B, N, dim) over the tokens that are not padding; zero where all are."""
         # Half precision has too few digits for a sum of thousands of tokens.
@@ -169,7 +164,7 @@ class TextEncoder(HubMixin, nn.Module):
         return self.pool(self._features(tokens, mask), mask)
 
     def _features(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        x = self.embed(tokens)
+        x = self.drop(self.embedding(tokens) + self.positions[: tokens.shape[1]])
         for block in self.blocks:
             x = block(x, mask)
         features: Tensor = self.norm(x)
@@ -191,8 +186,6 @@ class TwoTowerEncoder(HubMixin, nn.Module):
 
     def __init__(self, *, classes: int = 2, **kwargs: Any) -> None:
         super().__init__()
-        if "pool" in kwargs:
-            raise TypeError("TwoTowerEncoder compares means of texts: it takes no pool=")
         self.encoder = TextEncoder(classes=0, **kwargs)
         self.reset_classifier(classes)
 

@@ -1,19 +1,6 @@
 """Integer inference: int8 weights and inputs, int32 sums, and attention by integer additions."""
 
 from ecoformer.quantization.attention import IntegerAttention
-from ecoformer.quantization.quantize import (
-    Quantization,
-    QuantizedLayer,
-    fake_quantized,
-    integer_layers,
-    quantize,
-)
+from ecoformer.quantization.quantize import Quantization, QuantizedLayer, integer_layers, quantize
 
-__all__ = [
-    "IntegerAttention",
-    "Quantization",
-    "QuantizedLayer",
-    "fake_quantized",
-    "integer_layers",
-    "quantize",
-]
+__all__ = ["IntegerAttention", "Quantization", "QuantizedLayer", "integer_layers", "quantize"]

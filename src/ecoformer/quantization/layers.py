@@ -104,10 +104,7 @@ class HasGrids(nn.Module):
 
     def _check_training(self, x: Tensor) -> None:
         if self.training and x.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                "gradients do not pass integer layers: train the original in ecoformer.fake_quantized, then "
-                "quantise it; without training, call eval()"
-            )
+            raise RuntimeError("gradients do not pass integer layers: train the original, then quantise it")
 
     def remember_grids(self) -> None:
         """Read the plain numbers from the buffers."""

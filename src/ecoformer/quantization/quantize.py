@@ -1,10 +1,10 @@
-"""`quantize` converts a trained model to int8; `fake_quantized` trains one with simulated int8."""
+"""`quantize` converts a trained model to int8."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from ecoformer.arguments import one_line
@@ -31,7 +30,6 @@ from ecoformer.quantization.layers import (
     Grid,
     IntegerConv2d,
     IntegerLinear,
-    quantized_weight,
 )
 from ecoformer.running import eval_mode, without_fast_path
 
@@ -88,10 +86,9 @@ class Observer:
         return min(reach, key=lambda end: float((on_grid(sample, *grids[end]) - sample).square().sum()))
 
 
-def on_grid(x: Tensor, scale: Tensor | float, zero: int = 0) -> Tensor:
+def on_grid(x: Tensor, scale: float, zero: int = 0) -> Tensor:
     """The numbers of a grid that are nearest to x."""
-    found: Tensor = _OnGrid.apply(x, scale, zero)  # type: ignore[no-untyped-call]
-    return found
+    return ((torch.round(x / scale) + zero).clamp(LOWEST, HIGHEST) - zero) * scale
 
 
 @dataclass(frozen=True)
@@ -186,7 +183,8 @@ def quantize(
         if why is not None:
             del made[name]
     if not made:
-        raise ValueError(f"{type(model).__name__} has no layer that int8 can take: {_first_reason(layers)}")
+        first = next(iter(layers.values()))
+        raise ValueError(f"{type(model).__name__} has no layer that int8 can take: {first.name}: {first.why}")
     for name, new in made.items():
         put(model, found[name], new.train(found[name].training))
     try:
@@ -269,11 +267,9 @@ def _closed(model: nn.Module) -> dict[str, nn.Module]:
     """Modules of PyTorch that read the weights of their layers, which must stay as they are."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        fused = isinstance(module, nn.TransformerEncoderLayer)
-        attention = module.self_attn if fused else module
-        if isinstance(attention, nn.MultiheadAttention) and not name.startswith(
-            tuple(f"{n}." for n in found)
-        ):
+        attention = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
+        inside = name.startswith(tuple(f"{other}." for other in found))
+        if isinstance(attention, nn.MultiheadAttention) and not inside:
             found[name] = module
     return found
 
@@ -420,76 +416,6 @@ def _input_grid(layer: Integer) -> Grid:
     return holder._grids["input"]
 
 
-def _first_reason(layers: Mapping[str, QuantizedLayer]) -> str:
-    name, layer = next(iter(layers.items()))
-    return f"{name}: {layer.why}"
-
-
 def _megabytes(model: nn.Module) -> float:
     tensors = {id(x): x for x in (*model.parameters(), *model.buffers())}
     return sum(x.nbytes for x in tensors.values()) / 1e6
-
-
-class _OnGrid(torch.autograd.Function):
-    """Rounds to a grid; the gradient is straight-through, and zero where numbers are cut off."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor | float, zero: int) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        numbers = torch.round(wide / scale) + zero
-        ctx.save_for_backward((numbers >= LOWEST) & (numbers <= HIGHEST))
-        return ((numbers.clamp(LOWEST, HIGHEST) - zero) * scale).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (inside,) = ctx.saved_tensors
-        return grads[0] * inside, None, None
-
-
-@contextmanager
-def fake_quantized(
-    model: nn.Module, batches: Iterable[Any], *, samples: int = 128, forward: Forward | None = None
-) -> Iterator[nn.Module]:
-    """Simulate int8 inside the block: inputs and weights of layers are rounded to int8 grids and still learn.
-
-    Gradients pass the rounding unchanged, except where a number is clipped: there they are zero. Train the
-    model in the block, with `distill` or your own loop, then `quantize` it:
-
-    >>> with ecoformer.fake_quantized(model, batches):
-    ...     ecoformer.distill(model, original, batches, steps=200, lr=3e-5)
-    >>> ecoformer.quantize(model, batches)
-
-    The first `samples` samples of `batches` calibrate the ranges of inputs, which stay fixed in the block.
-    """
-    model = unwrapped(model)
-    batches = _first_batches(model, batches, samples)
-    linears = {
-        inner: module
-        for name, layer in _candidates(model).items()
-        for inner, module in layer.named_modules(prefix=name)
-        if type(module) in (nn.Linear, nn.Conv2d)
-    }
-    with torch.no_grad(), eval_mode(model), without_fast_path():
-        seen, _ = _observe(model, linears, batches, forward or run, lambda: None)
-
-    def linear(module: nn.Linear, grid: Grid, input: Tensor) -> Tensor:
-        return F.linear(on_grid(input, *grid), _fake_weight(module.weight), module.bias)
-
-    def convolution(module: Any, grid: Grid, input: Tensor) -> Any:
-        return module._conv_forward(on_grid(input, *grid), _fake_weight(module.weight), module.bias)
-
-    changed = []
-    try:
-        for name, ranges in seen.items():
-            module, grid = linears[name], ranges["input"].grid()
-            function: Any = linear if isinstance(module, nn.Linear) else convolution
-            module.__dict__["forward"] = partial(function, module, grid)
-            changed.append(module)
-        yield model
-    finally:
-        for module in changed:
-            module.__dict__.pop("forward", None)
-
-
-def _fake_weight(weight: Tensor) -> Tensor:
-    return on_grid(weight, quantized_weight(weight)[1].view(-1, *[1] * (weight.ndim - 1)))

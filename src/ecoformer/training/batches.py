@@ -5,23 +5,26 @@ Which samples a step sees depends on seed, epoch and step only, for any number o
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Generator, Iterator
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from ecoformer.arguments import shape
-from ecoformer.attention.splitting import token_slice
 from ecoformer.data.augment import augment, plain
 from ecoformer.data.masking import mask_bytes
-from ecoformer.data.splits import IGNORED, Arrays, Images, Splits
-from ecoformer.training.recipe import Recipe
+from ecoformer.data.splits import IGNORED, Arrays, Pictures, Splits, labels_of
+from ecoformer.training.recipe import Augment, Recipe
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 Batch = tuple[Tensor, Tensor]
 
@@ -46,25 +49,19 @@ def _order(samples: int, seed: int, epoch: int) -> Tensor:
 class Loader:
     """Training batches of an epoch for one of several processes.
 
-    Every process takes its slice of the same batch; processes that split tokens take the same slice. Samples
-    that do not fill a batch are left out of the epoch.
+    Every process takes its slice of the same batch. Samples that do not fill a batch are left out.
     """
 
     def __init__(
-        self, part: Arrays | Images, recipe: Recipe, device: torch.device, rank: int = 0, ranks: int = 1
+        self, part: Arrays | Pictures, recipe: Recipe, device: torch.device, rank: int = 0, ranks: int = 1
     ) -> None:
         self.recipe, self.device, self.rank, self.ranks = recipe, device, rank, ranks
-        self.slices, self.slice = ranks // recipe.split_tokens, rank // recipe.split_tokens
-        share = self.slices * recipe.accumulate
-        among = f"{ranks} processes"
-        if recipe.split_tokens > 1:
-            among += f" / split_tokens={recipe.split_tokens}"
-        among += f" x accumulate={recipe.accumulate}"
+        share, among = ranks * recipe.accumulate, f"{ranks} processes x accumulate={recipe.accumulate}"
         if recipe.batch % share:
             raise ValueError(f"batch={recipe.batch} must divide into {among}")
         if len(part) < recipe.batch:
             raise ValueError(f"batch={recipe.batch} is larger than the training data, {len(part)} samples")
-        images = isinstance(part, Images) or part.inputs.ndim == 4
+        images = not isinstance(part, Arrays) or part.inputs.ndim == 4
         if images and (recipe.augment.mixup or recipe.augment.cutmix) and recipe.batch // share % 2:
             raise ValueError(
                 f"mixup and cutmix mix pairs, but batch={recipe.batch} over {among} leaves "
@@ -81,7 +78,7 @@ class Loader:
         """Batches from step `start` on, each in `accumulate` parts."""
         seed, count = self.recipe.seed, self.recipe.accumulate
         used = _order(len(self.part), seed, epoch)[: self.steps * self.recipe.batch]
-        mine = used.view(self.steps, self.slices, count, -1)[start:, self.slice]
+        mine = used.view(self.steps, self.ranks, count, -1)[start:, self.rank]
         if isinstance(self.part, Arrays):
             for step in mine.to(self.device):
                 yield [self.part.batch(index) for index in step]
@@ -102,13 +99,13 @@ class Loader:
         index = _order(len(self.part), self.recipe.seed + 1, epoch)[:count][self.rank :: self.ranks]
         if isinstance(self.part, Arrays):
             return self.part.batch(index)
-        alone = self.recipe.model_copy(update={"data": self.recipe.data.model_copy(update={"workers": 0})})
-        batches = _decoded(self.part, alone, index.unsqueeze(0), self.device, epoch, training=False)
+        rows = index.unsqueeze(0)
+        batches = _decoded(self.part, self.recipe, rows, self.device, epoch, training=False, workers=0)
         return _moved(next(iter(batches)), self.device)
 
 
 def measured_batches(
-    part: Arrays | Images, recipe: Recipe, device: torch.device, rank: int = 0, ranks: int = 1
+    part: Arrays | Pictures, recipe: Recipe, device: torch.device, rank: int = 0, ranks: int = 1
 ) -> Iterator[Batch]:
     """All test samples once, divided over the processes.
 
@@ -133,33 +130,33 @@ def _moved(batch: Any, device: torch.device) -> Batch:
     return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 
-class Decoded(Dataset[tuple[Tensor, int]]):
+class Decoded:
     """Decoded and transformed images; the draws for an image depend on seed, epoch and its index only."""
 
-    def __init__(self, part: Images, transform: Any, seed: int, epoch: int) -> None:
+    def __init__(self, part: Pictures, transform: Any, seed: int, epoch: int) -> None:
         self.part, self.transform, self.seed, self.epoch = part, transform, seed, epoch
 
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        image, label = self.part[i]
         seed_everything(self.seed, self.epoch, i)
-        return self.transform(image), label
+        image, label = self.part[i]
+        return self.transform(image.convert("RGB")), label
 
 
 def _decoded(
-    part: Images, recipe: Recipe, rows: Any, device: torch.device, epoch: int, *, training: bool
+    part: Pictures,
+    recipe: Recipe,
+    rows: Any,
+    device: torch.device,
+    epoch: int,
+    *,
+    training: bool,
+    workers: int | None = None,
 ) -> Any:
     """A `DataLoader` whose batches are the rows of indices."""
-    from timm.data import create_transform
-
-    a, workers = recipe.augment, recipe.data.workers
-    options: dict[str, Any] = {"input_size": a.size, "is_training": training, "mean": a.mean, "std": a.std}
-    if training:
-        options |= {"auto_augment": a.auto or None, "color_jitter": a.jitter or None}
-        options |= {"re_prob": a.erase, "re_mode": "pixel", "hflip": 0.5 if a.flip else 0.0}
-    else:
-        options["crop_pct"] = a.crop_share
+    workers = recipe.data.workers if workers is None else workers
+    source: Any = Decoded(part, transform_of(recipe.augment, training=training), recipe.seed, epoch)
     return DataLoader(
-        Decoded(part, create_transform(**options), recipe.seed, epoch),
+        source,
         batch_sampler=[row.tolist() for row in rows],
         num_workers=workers,
         pin_memory=device.type == "cuda",
@@ -167,17 +164,37 @@ def _decoded(
     )
 
 
+def transform_of(a: Augment, *, training: bool) -> Any:
+    """timm's transform of a picture into what a model takes."""
+    from timm.data import create_transform
+
+    options: dict[str, Any] = {"input_size": a.size, "is_training": training, "mean": a.mean, "std": a.std}
+    if training:
+        options |= {"auto_augment": a.auto or None, "color_jitter": a.jitter or None}
+        options |= {"re_prob": a.erase, "re_mode": "pixel", "hflip": 0.5 if a.flip else 0.0}
+    else:
+        options["crop_pct"] = a.crop_share
+    transform = create_transform(**options)
+    for step in transform.transforms:
+        for op in (*getattr(step, "ops", ()), *itertools.chain(*getattr(step, "policy", ()))):
+            if op.name.startswith("Posterize"):
+                op.aug_fn = _posterize
+    return transform
+
+
+def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
+    """Keep the first bits of each colour. timm may ask for none, which Pillow 13 refuses: keep one."""
+    from PIL import ImageOps
+
+    return ImageOps.posterize(image, min(max(bits, 1), 8))
+
+
 class Task:
-    """How data become inputs and targets, and outputs a loss.
+    """How data become inputs and targets, and outputs a loss."""
 
-    With a `group` that splits tokens, inputs are still complete: the model takes its rank's part. Targets of
-    tokens are this rank's; the class of a text is on every rank, and the first one counts it.
-    """
-
-    def __init__(self, recipe: Recipe, splits: Splits, group: dist.ProcessGroup | None = None) -> None:
-        self.recipe, self.kind, self.masked, self.group = recipe, splits.kind, splits.masked, group
-        self.per_token = splits.train.labels is None
-        self.counts = group is None or self.per_token or dist.get_rank(group) == 0
+    def __init__(self, recipe: Recipe, splits: Splits) -> None:
+        self.recipe, self.kind, self.masked = recipe, splits.kind, splits.masked
+        self.per_token = isinstance(splits.train, Arrays) and splits.train.labels is None
         a = recipe.augment
         self.pixels: dict[str, Any] = {"size": a.size, "mean": a.mean, "std": a.std}
         if splits.kind == "images" and self.per_token and any((a.pad, a.flip, a.erase, a.mixup, a.cutmix)):
@@ -192,35 +209,35 @@ class Task:
             make: Any = Mixup
             alphas = {"mixup_alpha": a.mixup, "cutmix_alpha": a.cutmix}
             self.mixup = make(**alphas, label_smoothing=recipe.smoothing, num_classes=splits.classes)
+        self.erasing: Any = None
+        if splits.kind == "images" and a.erase:
+            from timm.data.random_erasing import RandomErasing
+
+            self.erasing = partial(RandomErasing, a.erase)
 
     def training_batch(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Batch:
         """Inputs and targets for training, augmented or masked with draws from `generator`."""
         if self.kind == "images":
             if not inputs.is_floating_point():
                 a = self.recipe.augment
-                inputs = augment(inputs, generator, **self.pixels, pad=a.pad, flip=a.flip, erase=a.erase)
+                inputs = augment(inputs, generator, **self.pixels, pad=a.pad, flip=a.flip)
+                inputs = self.erasing(device=inputs.device)(inputs) if self.erasing else inputs
             mixed: Batch = self.mixup(inputs, targets) if self.mixup else (inputs, targets)
             return mixed
         if self.masked:
             inputs, targets = mask_bytes(inputs, generator, rate=self.recipe.mask_rate)
-        return inputs.long(), self.mine(targets).long()
+        return inputs.long(), targets.long()
 
     def test_batch(self, inputs: Tensor, targets: Tensor) -> Batch:
         """Inputs and targets for testing."""
         if self.kind != "images":
-            return inputs.long(), self.mine(targets).long()
+            return inputs.long(), targets.long()
         return inputs if inputs.is_floating_point() else plain(inputs, **self.pixels), targets
 
     def answer(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """The model's logits."""
         logits: Tensor = model(*inputs.unbind(1)) if self.kind == "pairs" else model(inputs)
         return logits
-
-    def mine(self, of_tokens: Tensor) -> Tensor:
-        """This rank's part of (B, N, ...), if targets belong to tokens that are split."""
-        if self.group is None or not self.per_token:
-            return of_tokens
-        return of_tokens[:, token_slice(of_tokens.shape[1], self.group)]
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy with label smoothing; targets are classes, or class probabilities of mixup."""
@@ -233,7 +250,7 @@ class Task:
         """Correct answers, summed loss and number of targets of a test batch, (3,)."""
         correct = (logits.argmax(-1) == targets) & (targets != IGNORED)
         sums = (correct.sum(), _cross_entropy(logits, targets), (targets != IGNORED).sum())
-        return torch.stack([x.double() for x in sums]) * float(self.counts)
+        return torch.stack([x.double() for x in sums])
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -266,7 +283,9 @@ def distillation_loss(logits: Tensor, taught: Tensor, targets: Tensor, temperatu
 def check_targets(splits: Splits, data: str) -> None:
     """Raise for targets outside the classes and for test data without targets."""
     for name, part in (("training", splits.train), ("test", splits.test)):
-        targets = part.targets if isinstance(part, Arrays) else part.labels
+        targets = part.targets if isinstance(part, Arrays) else labels_of(part)
+        if targets is None:
+            continue
         asked = targets[targets != IGNORED]
         if name == "test" and not len(asked):
             raise ValueError(f"the test data of {data} have no targets: there is nothing to measure")

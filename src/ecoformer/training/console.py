@@ -13,17 +13,11 @@ from types import FrameType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, ProgressColumn, Task
-from rich.text import Text
+from rich.progress import MofNCompleteColumn, Progress
 from typing_extensions import Self
 
 SAME_SIGNAL = 1.0
 """Seconds within which a second signal repeats the first: a terminal and torchrun both send it."""
-
-
-class _Rate(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.speed:.1f} steps/s" if task.speed else "")
 
 
 class Display:
@@ -42,7 +36,7 @@ class Display:
         TensorBoard drops what an interrupted run logged after step `done`.
         """
         hidden = not (self.show and self.console.is_terminal)
-        columns = (*Progress.get_default_columns(), MofNCompleteColumn(), _Rate())
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn())
         with ExitStack() as stack:
             if self._folder is not None:
                 from torch.utils.tensorboard import SummaryWriter

@@ -12,8 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
-import random
-import secrets
+import re
 import shutil
 import socket
 import time
@@ -23,9 +22,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from ecoformer.arguments import one_line
 from ecoformer.files import TEMPORARY, append_text, replace_text, to_disk
 from ecoformer.storage import CheckpointError
@@ -34,9 +30,13 @@ from ecoformer.training.recipe import Recipe, as_yaml, differences, load_recipe
 LOCK, MANIFEST, PROGRESS = ".lock", "manifest.json", "progress.safetensors"
 CHANGEABLE = {
     *("about", "data.root", "data.workers", "optimiser.lr", "optimiser.clip", "precision"),
-    *("split_tokens", "eval_batch", "save_every", "keep", "log_every", "tensorboard"),
+    *("eval_batch", "save_every", "keep", "log_every", "tensorboard"),
 }
 """Values that may change on resume: where data are, how work is shared, what helps against NaN."""
+
+
+_HELD: dict[Path, object] = {}
+"""Folders in which this process trains."""
 
 
 class RunFolder:
@@ -56,9 +56,21 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Hold the folder's lock, or raise with the name of its holder. The lock ends with the process.
 
-        POSIX locks belong to one process, so forked workers do not hold them after it is killed.
+        POSIX locks belong to one process, so forked workers do not hold them after it is killed, and its
+        threads share them: `_HELD` tells those apart.
         """
         self.path.mkdir(parents=True, exist_ok=True)
+        place, me = self.path.resolve(), object()
+        if _HELD.setdefault(place, me) is not me:
+            raise RuntimeError(f"{self.path} is in use by another thread: choose another folder")
+        try:
+            with self._locked_file():
+                yield
+        finally:
+            del _HELD[place]
+
+    @contextmanager
+    def _locked_file(self) -> Iterator[None]:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         with os.fdopen(os.open(self.path / LOCK, flags, 0o666), "r+", errors="replace") as file:
             try:
@@ -132,7 +144,7 @@ class RunFolder:
             names = os.listdir(self.checkpoints)  # glob would ignore errors
         except FileNotFoundError:
             return []
-        return sorted(int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdigit())
+        return sorted(int(name[5:]) for name in names if re.fullmatch("step-[0-9]{9,}", name))
 
     def checkpoint(self, step: int) -> Path:
         """The folder of a checkpoint."""
@@ -154,12 +166,12 @@ class RunFolder:
             to_disk(entry)
         path.rename(self.checkpoint(step))
         to_disk(self.checkpoints)
-        self.tidy(keep, ".writing-*", ".damaged-*")
+        self.tidy(keep)
 
-    def tidy(self, keep: int, *patterns: str) -> None:
-        """Remove all but the last `keep` checkpoints, and unfinished or damaged ones by pattern."""
+    def tidy(self, keep: int) -> None:
+        """Remove all but the last `keep` checkpoints, and unfinished ones."""
         old = [self.checkpoint(step) for step in self.steps()[:-keep]]
-        for path in (*old, *(path for pattern in patterns for path in self.checkpoints.glob(pattern))):
+        for path in (*old, *self.checkpoints.glob(".writing-*")):
             shutil.rmtree(path, ignore_errors=True)
 
     def newest_good(self) -> int | None:
@@ -177,11 +189,10 @@ class RunFolder:
         return None
 
     def go_back(self, step: int) -> None:
-        """Set damaged checkpoints after `step` aside, and drop metrics that will be logged again."""
+        """Remove damaged checkpoints after `step`, and metrics that will be logged again."""
         for later in self.steps():
             if later > step:
-                path = self.checkpoint(later)
-                path.rename(path.with_name(f".damaged-{later:09d}-{secrets.token_hex(4)}"))
+                shutil.rmtree(self.checkpoint(later))
         if not self.metrics_file.is_file():
             return
         kept = []
@@ -193,49 +204,22 @@ class RunFolder:
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None; read errors, which may be temporary, are raised."""
-    name = MANIFEST
+    """What is wrong with a checkpoint, or None; other read errors, which may be temporary, are raised."""
     try:
-        _checksum(path / MANIFEST)
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if not isinstance(manifest, dict) or PROGRESS not in manifest:
             return f"{MANIFEST} does not list {PROGRESS}"
         for name, checksum in manifest.items():
             if _checksum(path / name) != checksum:
                 return f"{name} has another checksum"
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return f"{name} is missing"
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise OSError(
-            f"{path / name} cannot be read ({reason}): nothing was changed, try again with --resume"
-        ) from error
-    except ValueError:
-        return f"{MANIFEST} is not valid JSON"
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
+        return one_line(error)
     return None
 
 
 def _checksum(file: Path) -> str:
-    if not file.is_file():  # opening a pipe would wait forever
-        raise FileNotFoundError(file)
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while block := stream.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def check_random_states(file: Path) -> None:
-    """Raise for a file that Accelerate would ignore."""
-    from accelerate.utils import load
-
-    try:
-        states = load(file)
-        random.setstate(states["random_state"])
-        np.random.set_state(states["numpy_random_seed"])  # noqa: NPY002  the state that Accelerate keeps
-        torch.set_rng_state(states["torch_manual_seed"])
-    except Exception as error:  # a malformed pickle fails in many ways
-        raise CheckpointError(
-            f"{file} holds no random states ({one_line(error, 100)}): remove {file.parent} to resume from an "
-            "older checkpoint"
-        ) from error

@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ecoformer.arguments import one_line
-from ecoformer.attention.splitting import split_tokens
 from ecoformer.checkpoints import save
 from ecoformer.conversion import transfer
 from ecoformer.data.splits import IGNORED, Arrays, Splits
 from ecoformer.files import replacing
-from ecoformer.hashing import SoftStart, fit_hashers, hashers_of
+from ecoformer.hashing import fit_hashers, hashers_of
 from ecoformer.storage import CheckpointError, load_into, read, write
 from ecoformer.training import batches as data
 from ecoformer.training import model as models
 from ecoformer.training.batches import Batch, seed_everything, seed_of
 from ecoformer.training.console import Display, Interrupts
-from ecoformer.training.folder import PROGRESS, RunFolder, check_random_states
-from ecoformer.training.processes import divide, is_sharded, make_accelerator
+from ecoformer.training.folder import PROGRESS, RunFolder
+from ecoformer.training.processes import is_sharded, make_accelerator
 from ecoformer.training.recipe import Recipe
 
 
@@ -71,20 +70,17 @@ class Trainer:
         self.accelerator = make_accelerator(recipe, device)
         self.first, self.device = self.accelerator.is_main_process, self.accelerator.device
         self.display = display or Display(show=False)
-        self.rank, self.ranks, self.group = divide(recipe, splits.kind, self.accelerator)
-        self.task = data.Task(recipe, splits, self.group)
-        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        self.loader = data.Loader(splits.train, recipe, self.device, rank, ranks)
+        self.rank, self.ranks = self.accelerator.process_index, self.accelerator.num_processes
+        self.task = data.Task(recipe, splits)
+        self.loader = data.Loader(splits.train, recipe, self.device, self.rank, self.ranks)
         self.test = splits.test.to(self.device) if isinstance(splits.test, Arrays) else splits.test
         self.total = recipe.schedule.steps or self.loader.steps * (recipe.schedule.epochs or 1)
         bare = models.build_model(recipe, splits)
-        models.check_model(bare, recipe, splits)
+        models.check_model(bare, recipe)
         self.parameters = sum(p.numel() for p in bare.parameters())
         self.cost = models.costs(bare, recipe, splits)
         self.teacher = models.load_teacher(recipe, splits, self.task, self.device)
         self.average = models.make_average(bare, recipe, self.device)
-        share = recipe.hashing.soft_start
-        self.soft = SoftStart(bare, share * self.total) if share and hashers_of(bare) else None
         self.model, self.optimizer = self.accelerator.prepare(bare, models.build_optimizer(bare, recipe))
         self.generator = torch.Generator(self.device)
         self.progress = Progress(samples=len(splits.train))
@@ -96,10 +92,6 @@ class Trainer:
             folder.begin(recipe, [f"from step {self.progress.step} on: {change}" for change in changes])
         self._saved = self.progress.step
         self._clock = time.perf_counter()
-
-    def _split(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Context in which a model computes this process's tokens only."""
-        return nullcontext() if self.group is None else split_tokens(model, self.group)
 
     @property
     def bare(self) -> nn.Module:
@@ -164,14 +156,12 @@ class Trainer:
         recipe, step = self.recipe, self.progress.step
         self.model.train(recipe.mode == "train")
         self._set_rate()
-        if self.soft is not None:
-            self.soft.set(step)
-        seed_everything(recipe.seed, self.accelerator.process_index, step)
+        seed_everything(recipe.seed, self.rank, step)
         self.generator.manual_seed(seed_of(recipe.seed, self.rank, step, 1))
         batches = [self.task.training_batch(*part, self.generator) for part in parts]
         shares = self._shares([targets for _, targets in batches])
         for (inputs, targets), share in zip(batches, shares, strict=True):
-            with self.accelerator.accumulate(self.model), self._split(self.model):
+            with self.accelerator.accumulate(self.model):
                 loss = self._loss(inputs, targets) * share
                 self.accelerator.backward(loss)
                 if recipe.optimiser.clip and self.accelerator.sync_gradients:
@@ -185,7 +175,7 @@ class Trainer:
 
     def _shares(self, targets: list[Tensor]) -> list[Any]:
         """Weights of the parts of a step that make all tokens with a target count the same."""
-        parts = len(targets) * self.accelerator.num_processes
+        parts = len(targets) * self.ranks
         if not self.task.per_token or parts == 1:
             return [1.0] * len(targets)
         asked = torch.stack([(part != IGNORED).sum() for part in targets]).float()
@@ -199,7 +189,7 @@ class Trainer:
         if self.teacher is None or taught is None:
             return loss
         with torch.no_grad(), models.mixed_precision(self.recipe.precision, self.device):
-            answers = self.task.mine(self.task.answer(self.teacher, inputs))
+            answers = self.task.answer(self.teacher, inputs)
         distilled = data.distillation_loss(logits, answers, targets, taught.temperature)
         return (1 - taught.weight) * loss + taught.weight * distilled
 
@@ -225,8 +215,7 @@ class Trainer:
         self._log_training()
         self._count_time(training=True)
         batches = data.measured_batches(self.test, self.recipe, self.device, self.rank, self.ranks)
-        with self._split(self.tested):
-            sums = models.judge(self.tested, self.task, batches, self.device)
+        sums = models.judge(self.tested, self.task, batches, self.device)
         measured = models.figures(self.accelerator.reduce(sums, reduction="sum"))
         self._check_finite("the test loss", measured["loss"])
         self.progress.measured = measured
@@ -249,7 +238,7 @@ class Trainer:
             [inputs],
             samples=len(inputs),
             seed=seed_of(self.recipe.seed, epoch) % 2**31,
-            group=dist.group.WORLD if self.accelerator.num_processes > 1 else "alone",
+            group=dist.group.WORLD if self.ranks > 1 else "alone",
             forward=self.task.answer,
             progress=self.display.show,
         )
@@ -280,6 +269,7 @@ class Trainer:
 
     def _training_inputs(self) -> Iterator[Tensor]:
         """Augmented inputs without end, the same on every run."""
+        seed_everything(self.recipe.seed, self.rank, 2)
         self.generator.manual_seed(seed_of(self.recipe.seed, self.rank, 2))
         for epoch in itertools.count():
             with closing(self.loader.epoch(epoch)) as batches:
@@ -287,7 +277,7 @@ class Trainer:
                     yield self.task.training_batch(*part, self.generator)[0]
 
     def _asked_to_stop(self, interrupts: Interrupts) -> bool:
-        if self.accelerator.num_processes == 1:
+        if self.ranks == 1:
             return interrupts.asked
         # All processes must agree on the step; asking at every one would cost time.
         if self.progress.step % self.recipe.log_every:
@@ -370,7 +360,7 @@ class Trainer:
         if self.first:
             self.folder.go_back(step)
             if step:
-                self.folder.tidy(self.recipe.keep, ".writing-*")
+                self.folder.tidy(self.recipe.keep)
         self.accelerator.wait_for_everyone()
 
     def _agreed_step(self) -> int:
@@ -383,7 +373,7 @@ class Trainer:
                 found = [self.folder.newest_good() or 0]
             except (CheckpointError, OSError) as error:
                 found = [error]
-        if self.accelerator.num_processes > 1:
+        if self.ranks > 1:
             broadcast_object_list(found)
         if isinstance(found[0], Exception):
             raise found[0]
@@ -397,13 +387,9 @@ class Trainer:
                 f"{self.folder.path} was trained on {progress.samples} samples, but the data now have "
                 f"{self.progress.samples}: resume with the data it began with"
             )
-        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        if rank < len(losses):
-            check_random_states(path / f"random_states_{rank}.pkl")
         self.accelerator.load_state(str(path))
-        self.accelerator.step = 0  # checkpoints hold no half-accumulated gradient, whatever the file claims
         self.progress = progress
-        mine = losses[rank] if len(losses) == ranks else losses.mean(dim=0)
+        mine = losses[self.rank] if len(losses) == self.ranks else losses.mean(dim=0)
         self.losses = list(mine.to(self.device))
         if self.average is not None:
             averaged = {name.removeprefix("average."): tensor for name, tensor in tensors.items()}

@@ -13,7 +13,6 @@ from torch import nn
 
 from ecoformer.accounting import cost
 from ecoformer.arguments import one_line
-from ecoformer.attention.splitting import check_split
 from ecoformer.checkpoints import load
 from ecoformer.checkpoints.describe import ARGUMENTS, describe
 from ecoformer.checkpoints.files import checked_description
@@ -117,21 +116,8 @@ def example_of(recipe: Recipe, splits: Splits) -> torch.Tensor:
     return torch.ones(shape, dtype=torch.long)
 
 
-def check_model(model: nn.Module, recipe: Recipe, splits: Splits) -> None:
-    """Raise for a model whose tokens cannot be split, or that cannot be saved."""
-    from ecoformer.models.text import TextEncoder, TwoTowerEncoder
-
-    split = recipe.split_tokens
-    if split > 1:
-        if not isinstance(model, (TextEncoder, TwoTowerEncoder)):
-            raise ValueError(
-                f"split_tokens={split} is for our text encoders, but start holds a {type(model).__name__}: "
-                "set split_tokens=1"
-            )
-        try:
-            check_split(model, splits.length, split)
-        except ValueError as error:
-            raise ValueError(f"split_tokens={split}: {error}; or set split_tokens=1") from None
+def check_model(model: nn.Module, recipe: Recipe) -> None:
+    """Raise for a model that cannot be saved."""
     try:
         checked_description(model, "leave out model.options, or choose another model")
     except (ValueError, TypeError) as error:
@@ -220,11 +206,11 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> Any:
             f"optimiser.name: timm has no optimizer {o.name!r}; adamw, lamb, lion, sgd are common"
         )
     arguments: dict[str, Any] = {"lr": o.lr, "weight_decay": o.weight_decay, "eps": o.eps}
-    info = optim.get_optimizer_info(o.name)
-    if info.has_betas and info.num_betas == len(o.betas):
+    if o.betas is not None:
+        info = optim.get_optimizer_info(o.name)
+        if not info.has_betas or info.num_betas != len(o.betas):
+            raise ValueError(f"optimiser.betas: timm's {o.name} does not take {len(o.betas)}: leave them out")
         arguments["betas"] = o.betas
-    elif o.betas != type(o).model_fields["betas"].default:
-        raise ValueError(f"optimiser.betas: timm's {o.name} does not take two betas: leave them out")
     try:
         return optim.create_optimizer_v2(model, opt=o.name, **arguments)
     except TypeError as error:

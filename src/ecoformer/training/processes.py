@@ -1,4 +1,4 @@
-"""The processes and devices of a run, and how they divide the work."""
+"""The processes and devices of a run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from ecoformer.training.recipe import Recipe
 
@@ -44,30 +42,6 @@ def is_sharded(accelerator: Any) -> bool:
 def is_first_process() -> bool:
     """Whether this process prints and writes; known before the processes have met."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def divide(recipe: Recipe, kind: str, accelerator: Any) -> tuple[int, int, dist.ProcessGroup | None]:
-    """Divide samples and tokens over the processes; `split_tokens` neighbours have the same samples.
-
-    Returns:
-        The index of this process among those with different samples, their number, and the processes that
-        share its samples, in the order of their tokens; None if each has samples of its own.
-    """
-    split, processes = recipe.split_tokens, accelerator.num_processes
-    if processes % split:
-        raise ValueError(
-            f"split_tokens={split} must divide the number of processes, {processes}: start {split} or a "
-            "multiple of that, or set split_tokens=1"
-        )
-    if split == 1:
-        return accelerator.process_index, processes, None
-    if kind == "images":
-        raise ValueError(
-            f"split_tokens={split} is for texts, but {recipe.data.name} holds images: set split_tokens=1"
-        )
-    shape = (processes // split, split)
-    mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("data", "tokens"))
-    return mesh.get_local_rank("data"), shape[0], mesh.get_group("tokens")
 
 
 def _is_cpu(device: str | None) -> bool:

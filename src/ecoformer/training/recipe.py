@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from typing_extensions import Self
 
 from ecoformer.arguments import one_line
+from ecoformer.checkpoints.describe import leads_elsewhere
 
 RECIPES = resources.files("ecoformer.training") / "recipes"
-MAX_LENGTH, MAX_DEPTH = 100_000, 20
 MASKED_DATA = ("masked_bytes", "masked_sample")
 """Data sets that hide a share of `mask_rate` of their test bytes, as training does."""
 Positive = Annotated[int, Field(ge=1)]
@@ -47,6 +47,13 @@ class Model(Section):
     name: str
     options: dict[str, Any] = {}
 
+    @field_validator("options")
+    @classmethod
+    def _stay_here(cls, options: dict[str, Any]) -> dict[str, Any]:
+        if leads_elsewhere(options):
+            raise ValueError("names files or code, which are not opened: start from a checkpoint with start")
+        return options
+
 
 class Attention(Section):
     """The attention mechanism; `native` keeps the model's own attention."""
@@ -62,7 +69,8 @@ class Optimiser(Section):
     name: str = "adamw"
     lr: AboveZero
     weight_decay: AtLeastZero = 0.05
-    betas: tuple[Share, Share] = (0.9, 0.999)
+    betas: tuple[Share, ...] | None = None
+    """Default: the optimizer's own."""
     eps: AboveZero = 1e-8
     clip: AtLeastZero = 0.0
     """Largest gradient norm; 0 for no limit."""
@@ -107,13 +115,11 @@ class Augment(Section):
 
 
 class Hashing(Section):
-    """How hash functions are fitted during training, and how codes start."""
+    """How hash functions are fitted during training."""
 
     samples: Positive = 64
     refit_every: Count = 30
     """Epochs between fits, the paper's tau; 0 fits once, before the first step."""
-    soft_start: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the steps in which codes are soft, see `SoftStart`."""
 
 
 class Teacher(Section):
@@ -144,8 +150,6 @@ class Recipe(Section):
     """Samples per step, over all processes."""
     eval_batch: Positive | None = None
     accumulate: Positive = 1
-    split_tokens: Positive = 1
-    """Processes that share each sample, every one with a part of its tokens."""
     smoothing: Share = 0.0
     mask_rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Share of bytes hidden in training and testing, for data sets of masked bytes."""
@@ -166,8 +170,6 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        if self.hashing.soft_start and self.mode == "eval":
-            raise ValueError("hashing.soft_start needs mode: train, codes are exact in eval mode")
         if self.data.name in MASKED_DATA and "rate" in self.data.options:
             raise ValueError("data.options.rate is now mask_rate, for training and testing: set that instead")
         return self
@@ -237,29 +239,13 @@ def _read(source: str | Path) -> dict[str, Any]:
         path = RECIPES / f"{source}.yaml"
     elif not path.is_file():
         raise FileNotFoundError(f"there is no recipe file {source}")
-    with path.open(encoding="utf-8") as file:
-        text = file.read(MAX_LENGTH + 1)
     try:
-        values = _parse(text)
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"recipe {source} is not valid YAML: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise ValueError(f"recipe {source} must hold keys and values, got {type(values).__name__}")
     return values
-
-
-def _parse(text: str) -> Any:
-    """Small, shallow YAML without aliases, a few lines of which can stand for billions of values."""
-    if len(text) > MAX_LENGTH:
-        raise yaml.YAMLError(f"longer than {MAX_LENGTH} characters")
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent):
-            raise yaml.YAMLError("aliases (*name) are not supported, write the values out")
-        if depth > MAX_DEPTH:
-            raise yaml.YAMLError(f"nested more than {MAX_DEPTH} deep")
-    return yaml.safe_load(text)
 
 
 def _apply(values: dict[str, Any], change: str) -> None:
@@ -275,7 +261,7 @@ def _apply(values: dict[str, Any], change: str) -> None:
         if not isinstance(target, dict):
             raise ValueError(f"--set {change}: {name} has no keys of its own")
     try:
-        value = _parse(text)
+        value = yaml.safe_load(text)
     except yaml.YAMLError:
         raise ValueError(f"--set {key}: cannot read the value {text!r}") from None
     # YAML reads 1e-3 as a string.
