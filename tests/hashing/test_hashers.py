@@ -155,20 +155,6 @@ def test_autocast_hashes_in_fp32(kind):
         assert torch.equal(hasher(x), expected)
 
 
-@pytest.mark.parametrize(("kind", "loaded"), [("fourier", False), ("kernel", True)])
-def test_compiles_in_one_graph(kind, loaded):
-    torch._dynamo.reset()
-    hasher, x = fitted(kind), tokens(seed=1)
-    expected = hasher(x)
-    if loaded:
-        hasher = through_file(hasher, MAKERS[kind]())
-    compiled = torch.compile(hasher, fullgraph=True, backend="aot_eager")
-    codes = compiled(x.requires_grad_())
-    assert torch.equal(codes, expected)
-    codes.sum().backward()
-    assert x.grad.isfinite().all()
-
-
 def test_trainable_weights():
     hasher = MAKERS["trainable"]()
     weight = hasher.weight
