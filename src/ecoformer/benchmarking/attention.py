@@ -146,7 +146,7 @@ def draw_inputs(setting: Setting, hashers: Sequence[Hasher] = ()) -> list[Tensor
 
     def project(tokens: Tensor, hasher: Hasher) -> Tensor:
         y = hasher.project(tokens[..., : hasher.head_dim].float())
-        return scaled(y) if hasher.surrogate == "scaled" else y
+        return y if hasher.reach is None else scaled(y)
 
     def steady() -> Tensor:
         tokens = draw()
