@@ -180,7 +180,6 @@ def test_bad_affinities_are_refused(arguments, message):
         ({"affinity": Affinity(4), "bias": "tight"}, "leave it out where affinity is given"),
         ({"key_weight": torch.ones(1, 2, 8)}, r"key_weight must be floats of shape \(1, 2, 9\)"),
         ({"key_weight": torch.ones(1, 2, 9).int()}, "key_weight must be floats"),
-        ({"key_weight": torch.ones(1, 2, 9), "bias": "official"}, "key_weight"),
     ],
 )
 def test_bad_calls_are_refused(options, message, make_inputs):

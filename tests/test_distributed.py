@@ -20,9 +20,7 @@ CASES = {
         cut,
     )
     # The first rank has most tokens, few or all of them.
-    for is_causal, bias, masked, cut in product(
-        [False, True], ["paper", "official"], [False, True], [65, 3, N]
-    )
+    for is_causal, bias, masked, cut in product([False, True], ["paper", "tight"], [False, True], [65, 3, N])
 }
 
 
@@ -37,11 +35,13 @@ def whole_sequence(masked):
     return q, k, v, weight, mask
 
 
-def outputs_and_gradients(q, k, v, weight, mask, group=None, **options):
+def outputs_and_gradients(q, k, v, weight, mask, process_group=None, **options):
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = hash_attention(*leaves, key_padding_mask=mask, group=group, **options)
+    out = hash_attention(*leaves, key_padding_mask=mask, process_group=process_group, **options)
     gradients = torch.autograd.grad((out * weight).sum(), leaves)
-    packed = hash_attention(pack_codes(q), pack_codes(k), v, key_padding_mask=mask, group=group, **options)
+    packed = hash_attention(
+        pack_codes(q), pack_codes(k), v, key_padding_mask=mask, process_group=process_group, **options
+    )
     return [out.detach(), packed, *gradients]
 
 
@@ -67,10 +67,10 @@ def worker(rank, folder):
 
     q, k, v, _, _ = whole_sequence(False)
     queries, keys = (slice(0, 4), slice(0, 60)) if rank == 0 else (slice(4, 5), slice(60, N))
-    results["cross"] = hash_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], group=group)
+    results["cross"] = hash_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], process_group=group)
     dist.all_reduce = counted
     for is_causal in (False, True):
-        hash_attention(q, k, v, is_causal=is_causal, group=group)
+        hash_attention(q, k, v, is_causal=is_causal, process_group=group)
     results["messages"] = sizes
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()

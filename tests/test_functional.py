@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ecoformer import hash_attention, pack_codes, reference, sign_ste, unpack_codes
 from ecoformer.affinity import Affinity
 
-BIASES = ("paper", "tight", "official")
+BIASES = ("paper", "tight")
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 BIAS = pytest.mark.parametrize("bias", BIASES)
 HALVES = (torch.bfloat16, torch.float16)
@@ -23,7 +23,7 @@ def calls(draw):
     """Shapes, a mask's share of padding (None: no mask), and options of one call."""
     is_causal, bias = draw(st.booleans()), draw(st.sampled_from(BIASES))
     n_k = draw(LENGTHS)
-    n = n_k if is_causal or bias == "official" else draw(st.integers(1, 40))
+    n = n_k if is_causal else draw(st.integers(1, 40))
     lead = draw(st.lists(st.integers(1, 3), max_size=3))
     shapes = {"n": n, "n_k": n_k, "dim": draw(st.integers(1, 5)), "bits": draw(st.integers(1, 64))}
     share = draw(st.sampled_from([None, 0.0, 0.3, 0.9]))
@@ -51,7 +51,7 @@ def whole_number_result(x, mask, is_causal, bias):
         seen = seen * ~mask.unsqueeze(-2)
         v = v * ~mask.unsqueeze(-1)
     affinity, beta = (q @ k.mT) * seen, Affinity.of(bias, q.shape[-1]).constant(q.shape[-1])
-    numerator = affinity @ v + beta * (v if bias == "official" else seen @ v)
+    numerator = affinity @ v + beta * (seen @ v)
     denominator = (affinity + beta * seen).sum(dim=-1, keepdim=True)
     assert numerator.abs().max() < 2**24, "the test must stay where fp32 counts every integer"
     return torch.where(denominator == 0, 0, numerator.float() / denominator.clamp(min=1).float())
@@ -71,14 +71,6 @@ def test_whole_numbers_are_exact_and_packed_codes_agree_bit_for_bit(call, make_i
     for dtype in HALVES:
         ours = hash_attention(*packed, x.v.to(dtype), key_padding_mask=mask, bits=shapes["bits"], **options)
         torch.testing.assert_close(ours, exact.to(dtype), rtol=0, atol=0)
-
-
-@CAUSAL
-@BIAS
-def test_many_heads_and_long_rows_cross_all_inner_blocks(is_causal, bias, make_inputs):
-    x = make_inputs(16, 32, n=140, dim=2, bits=3, dtype=torch.float32, whole=True)
-    exact = whole_number_result(x, None, is_causal, bias)
-    assert torch.equal(hash_attention(*x, is_causal=is_causal, bias=bias), exact)
 
 
 @CAUSAL
@@ -194,20 +186,6 @@ def test_queries_without_keys_read_zero(dim, make_inputs):
     assert x.gradients(out, torch.ones_like(out))[0].eq(0).all()
 
 
-@CAUSAL
-@BIAS
-def test_repeated_calls_are_equal(is_causal, bias, make_inputs, make_mask):
-    x = make_inputs(4, 4, n=300, dim=16, dtype=torch.float32).requires_grad()
-    mask, weight = make_mask(4, 300), torch.randn(4, 4, 300, 16)
-
-    def call():
-        out = hash_attention(*x, key_padding_mask=mask, is_causal=is_causal, bias=bias)
-        return out, *x.gradients(out, weight)
-
-    first = call()
-    assert all(torch.equal(a, b) for _ in range(5) for a, b in zip(first, call(), strict=True))
-
-
 @pytest.mark.parametrize("bits", range(1, 65))
 def test_codes_survive_packing(bits, make_inputs):
     codes = make_inputs(2, 3, n=7, bits=bits).codes_q
@@ -235,29 +213,28 @@ def test_bit_r_of_the_integer_is_bit_r_of_the_code():
 SPECIAL = [-torch.inf, -6e4, -1.0, -1e-7, -0.0, 0.0, 1e-7, 0.3, 1.0, 1.5, 6e4, torch.inf]
 
 
-@pytest.mark.parametrize("zero", [1.0, 0.0])
-@pytest.mark.parametrize("surrogate", ["hardtanh", "sigmoid"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALVES])
-def test_sign_is_exact_and_its_gradient_is_the_surrogates(dtype, surrogate, zero):
+def test_sign_is_exact_and_its_gradient_is_that_of_hard_tanh(dtype):
     x = torch.tensor(SPECIAL, dtype=dtype).requires_grad_()
-    expected = [zero if value == 0 else 1.0 if value > 0 else -1.0 for value in x.tolist()]
-    out = sign_ste(x, surrogate, zero)
+    out = sign_ste(x)
     assert out.dtype == dtype
-    assert out.tolist() == sign_ste(x.detach(), surrogate, zero).tolist() == expected
+    assert out.tolist() == sign_ste(x.detach()).tolist() == [1.0 if y >= 0 else -1.0 for y in x.tolist()]
     out.sum().backward()
-    s = torch.sigmoid(x.detach())
-    wanted = 2 * s * (1 - s) if surrogate == "sigmoid" else x.detach().abs().le(1).to(dtype)
-    torch.testing.assert_close(x.grad, wanted, rtol=4 * torch.finfo(dtype).eps, atol=0)
+    assert torch.equal(x.grad, x.detach().abs().le(1).to(dtype))
+    hole = torch.tensor([torch.nan, 1.0], dtype=dtype)
+    for x in (hole, hole.clone().requires_grad_()):
+        assert sign_ste(x).isnan().tolist() == [True, False]
 
 
-@pytest.mark.parametrize("surrogate", ["hardtanh", "sigmoid"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_sign_of_large_and_missing_numbers(dtype, surrogate):
-    x = torch.cat([torch.randn(10_000) * 1e4, torch.randn(10_000) * 1e-4, torch.tensor([1e8, -1e8])])
-    x = x.to(dtype).requires_grad_()
-    assert sign_ste(x, surrogate).abs().eq(1).all()
-    for hole in (torch.tensor([torch.nan, 1.0]), torch.tensor([torch.nan, 1.0], requires_grad=True)):
-        assert sign_ste(hole.to(dtype), surrogate).isnan().tolist() == [True, False]
-    assert torch.func.grad(lambda t: sign_ste(t, surrogate).sum())(torch.tensor(0.0)) == (
-        1.0 if surrogate == "hardtanh" else 0.5
-    )
+@pytest.mark.parametrize("reach", [1.0, 0.7])
+def test_reach_is_the_width_of_the_gradients_window(reach):
+    y = torch.tensor([[0.5, -0.5, 3.0, -1.0], [5.0, 9.0, 0.1, -7.0]]).requires_grad_()
+    (found,) = torch.autograd.grad(sign_ste(y, reach).sum(), y)
+    width = reach * y.detach().square().mean(dim=-1, keepdim=True).sqrt()
+    torch.testing.assert_close(found, torch.where(y.detach().abs() <= width, 1 / width, 0))
+    (longer,) = torch.autograd.grad(sign_ste(1e3 * y, reach).sum(), y)
+    torch.testing.assert_close(longer, found)
+    zero = torch.zeros(1, 4, requires_grad=True)
+    assert torch.autograd.grad(sign_ste(zero, reach).sum(), zero)[0].isfinite().all()
+    infinite = torch.tensor([[1.0, torch.inf, -2.0, -1e30]], requires_grad=True)
+    assert sign_ste(infinite, reach).tolist() == [[1, 1, -1, -1]]

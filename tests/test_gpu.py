@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from ecoformer import EcoAttention, HashAttentionState, KernelHasher, fit_hashers, hash_attention, reference
-from ecoformer.backends import eager
+from ecoformer import EcoAttention, KernelHasher, fit_hashers, hash_attention, reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +22,7 @@ def codes(*shape, seed=1):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("bias", ["paper", "tight", "official"])
+@pytest.mark.parametrize("bias", ["paper", "tight"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_equals_reference(dtype, bias, is_causal):
     h, v = codes(2, 3, 500, 16), draw(2, 3, 500, 40, dtype=dtype)
@@ -32,15 +31,6 @@ def test_equals_reference(dtype, bias, is_causal):
     truth = reference.hash_attention(h.double(), h.double(), v.double(), mask[:, None], is_causal, bias)
     assert out.dtype == dtype
     assert (out.double() - truth).abs().max() <= 16 * torch.finfo(dtype).eps * truth.abs().max()
-
-
-def test_integers_are_exact():
-    h = codes(1, 2, 3137, 16)
-    v = torch.randint(-9, 10, (1, 2, 3137, 32), generator=torch.Generator().manual_seed(0)).to(
-        "cuda", torch.float32
-    )
-    state = eager.sums(h, v, None, None)
-    assert torch.equal(state[..., :-1, :-1], (h.double().mT @ v.double()).float())
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -56,24 +46,16 @@ def test_gradients(is_causal):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_stream_equals_causal_call():
-    h, v = codes(1, 2, 300, 16), draw(1, 2, 300, 32)
-    state = HashAttentionState()
-    parts = [
-        state.update(h[..., s, :], h[..., s, :], v[..., s, :])
-        for s in (slice(0, 1), slice(1, 200), slice(200, 300))
-    ]
-    torch.testing.assert_close(torch.cat(parts, dim=-2), hash_attention(h, h, v, is_causal=True))
-
-
 def test_fit_is_repeatable_and_as_good_as_on_the_cpu():
+    def objective(hasher, x):
+        return float(reference.objective(hasher(x), reference.pairwise_labels(x, 10)).mean())
+
     tokens = draw(4, 2, 400, 8).tanh()
     hashers = [KernelHasher(2, 8).cuda().fit(tokens) for _ in range(2)]
     for first, second in zip(*(h.state_dict().values() for h in hashers), strict=True):
         assert torch.equal(first, second)
     on_cpu = KernelHasher(2, 8).fit(tokens.cpu())
-    ours, theirs = hashers[0].quality(tokens).objective, on_cpu.quality(tokens.cpu()).objective
-    assert ours == pytest.approx(theirs, rel=0.05)
+    assert objective(hashers[0], tokens) == pytest.approx(objective(on_cpu, tokens.cpu()), rel=0.05)
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
@@ -82,14 +64,9 @@ def test_layer_under_autocast_and_compile():
     x = draw(2, 196, 64)
     fit_hashers(layer, [x], progress=False)
     with torch.autocast("cuda", torch.bfloat16):
-        eager = layer(x)
+        plain = layer(x)
         compiled = torch.compile(layer, fullgraph=True)(x)
-    assert eager.dtype == torch.bfloat16
-    torch.testing.assert_close(eager, compiled, rtol=0.02, atol=0.02)
+    assert plain.dtype == torch.bfloat16
+    torch.testing.assert_close(plain, compiled, rtol=0.02, atol=0.02)
     compiled.float().sum().backward()
     assert layer.qk.weight.grad.isfinite().all()
-
-
-def test_the_causal_product_passes_opcheck():
-    h, v = codes(1, 2, 70, 16).requires_grad_(), draw(1, 2, 70, 8).requires_grad_()
-    torch.library.opcheck(eager.registered_product, (h, h, v, False))

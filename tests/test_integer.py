@@ -11,7 +11,7 @@ from ecoformer import reference
 from ecoformer.affinity import Affinity
 from ecoformer.backends import cpu, fused, integer
 from ecoformer.backends.choice import use_backend
-from ecoformer.functional import hash_attention, pack_codes, unpack_codes
+from ecoformer.functional import hash_attention, pack_codes
 
 KERNELS = pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
 KINDS = [(16, 4), (8, 8), (8, 2), (12, 2), (12, 3), (4, 1), (32, 8), (64, 16), (16, 2)]
@@ -79,19 +79,6 @@ def test_eager_is_the_reference_for_any_spread_of_weights(seed, keys, spread):
     assert torch.equal(integer.eager(*packed(arguments)), by_reference(*arguments))
 
 
-def test_products_of_the_division_fit_in_32_bits(monkeypatch):
-    products = []
-    plain = reference.shifted
-    monkeypatch.setattr(reference, "shifted", lambda n, by: products.append(abs(n)) or plain(n, by))
-    for seed in range(40):
-        generator = torch.Generator().manual_seed(seed)
-        narrow, length = (int(torch.randint(high, (), generator=generator)) for high in (30, 52))
-        bottom = (1 << length) + int(torch.randint(1 << length, (), generator=generator))
-        top = min(127 * bottom >> narrow, (1 << 30) - 1) + 8  # 8 for the rounding of 16 groups
-        reference.integer_division(top, bottom, narrow, ((1 << 15) - 1, seed % 23))
-    assert max(products) < 1 << 31
-
-
 @pytest.mark.parametrize("keys", [7, 300])
 def test_it_is_grouped_attention_up_to_rounding(keys):
     arguments, affinity = draw(2, 2, 50, keys, 8, 16, 4, keys, exponents=False)
@@ -105,15 +92,6 @@ def test_it_is_grouped_attention_up_to_rounding(keys):
     )
     exact = (exact * torch.tensor([1.0, 2.0]).view(2, 1, 1)).clamp(-127, 127)
     assert (out - exact).abs().max() < 0.52  # half a step, and rounding of tables and reciprocals
-
-
-def test_multipliers_are_exact_to_15_bits_and_bounded():
-    factors = torch.tensor([0.01, 1.0, 0.999999, 3.0, 100.0])
-    whole, exponent = integer.integer_multiplier(factors).unbind(-1)
-    assert ((whole >= 1 << 14) & (whole < 1 << 15)).all()
-    torch.testing.assert_close(whole / 2.0**exponent, factors, rtol=2**-15, atol=0)
-    with pytest.raises(ValueError, match="between"):
-        integer.integer_multiplier(torch.tensor([1e-4]))
 
 
 def test_bad_input_is_refused():
@@ -137,14 +115,6 @@ def test_bad_input_is_refused():
     many = torch.empty(1, 1, (1 << 24) + 1, 1, dtype=torch.int8, device="meta")
     with pytest.raises(ValueError, match=r"more than 2\^24 keys"):
         integer.integer_attention(codes[0], codes[1], many, *rest)
-
-
-def test_packed_codes_of_any_width_are_read_alike():
-    arguments, _ = draw(1, 2, 6, 9, 4, 16, 4, 1)
-    narrow = packed(arguments)
-    wide = tuple(codes.to(torch.int64) & 0xFFFF for codes in narrow[:2])
-    assert torch.equal(unpack_codes(wide[0], 16), arguments[0])
-    assert torch.equal(integer.eager(*narrow), integer.eager(*wide, *narrow[2:]))
 
 
 @pytest.fixture(params=[1, 2, 3], ids="{} threads".format)
@@ -177,13 +147,6 @@ def test_the_kernel_is_eager(bits, groups, poisoned):
         for heads, options in ((1, {"exponents": False}), (1, {}), (2, {"padding": True})):
             arguments = packed(draw(heads, heads, queries, keys, channels, bits, groups, keys, **options)[0])
             assert torch.equal(cpu.integer_attention(*arguments), integer.eager(*arguments))
-
-
-@KERNELS
-@pytest.mark.parametrize(("bits", "groups"), KINDS)
-def test_the_kernel_is_the_reference(bits, groups, poisoned):
-    arguments, _ = draw(2, 2, 5, 23, 3, bits, groups, bits, padding=True)
-    assert torch.equal(cpu.integer_attention(*packed(arguments)), by_reference(*arguments))
 
 
 @KERNELS
@@ -265,8 +228,3 @@ def test_backends_are_asked_for_and_excused(monkeypatch):
     assert torch.equal(integer.integer_attention(*arguments), expected)
     with use_backend("cpu"), pytest.warns(UserWarning, match="numba is not installed"):
         assert torch.equal(integer.integer_attention(*arguments), expected)
-
-
-def test_without_queries_there_is_nothing_to_compute():
-    codes_q, *rest = packed(draw(1, 2, 6, 9, 4, 16, 4, 1)[0])
-    assert integer.integer_attention(codes_q[:, :, :0], *rest).shape == (1, 2, 0, 4)

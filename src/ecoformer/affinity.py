@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ecoformer.arguments import shape
 
-Bias = Literal["paper", "tight", "official"]
+Bias = Literal["paper", "tight"]
 FLOOR = 2.0**-30
 """Denominators are at least this share of what they would be if every key had the mean affinity of all codes,
 sum_j weight_j. The paper's affinity never gets there."""
@@ -41,15 +41,12 @@ class Affinity:
         beta: how much a bit that agrees counts over one that does not, 0 < beta <= 1: a number, or a tensor
             (H, G) with one for each head and group, which may require a gradient.
         weight: what a group counts, positive: a number or a tensor (H, G).
-        own_value: the released code's form, where the constant part of a query's numerator is its own value
-            instead of the sum over all keys.
         check: whether to check the values of tensors; on a GPU they never are, since that would wait for it.
     """
 
     groups: int
     beta: float | Tensor = 0.5
     weight: float | Tensor = 1.0
-    own_value: bool = False
     check: InitVar[bool] = True
     _prepared: dict[Any, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
@@ -73,9 +70,9 @@ class Affinity:
         return cls.biased(bits, bits + 1)
 
     @classmethod
-    def biased(cls, bits: int, constant: int, own_value: bool = False) -> Affinity:
+    def biased(cls, bits: int, constant: int) -> Affinity:
         """`constant` + h . g."""
-        return cls(bits, bits / constant, constant / bits, own_value)
+        return cls(bits, bits / constant, constant / bits)
 
     @classmethod
     def of(cls, bias: Bias, bits: int) -> Affinity:
@@ -84,9 +81,7 @@ class Affinity:
             return cls.paper(bits)
         if bias == "tight":
             return cls.tight(bits)
-        if bias == "official":
-            return cls.biased(bits, bits + 1, own_value=True)
-        raise ValueError(f'bias must be "paper", "tight" or "official", got {bias!r}')
+        raise ValueError(f'bias must be "paper" or "tight", got {bias!r}')
 
     def constant(self, bits: int) -> float | None:
         """c where the affinity is proportional to c + h . g, as in the paper; None where it is not."""

@@ -12,18 +12,13 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _WIDTH_OF = {dtype: bits for bits, dtype in EXACT_WIDTHS.items()}
 
 
-def check_attention(
-    codes_q: Tensor, codes_k: Tensor, v: Tensor, same_tokens: str | None, bits: int | None
-) -> int:
-    """Refuse codes and values that do not fit; returns b.
-
-    `same_tokens` is the argument that asks for as many queries as keys, if there is one.
-    """
+def check_attention(codes_q: Tensor, codes_k: Tensor, v: Tensor, is_causal: bool, bits: int | None) -> int:
+    """Refuse codes and values that do not fit; returns b."""
     check_tensors(codes_q=codes_q, codes_k=codes_k, v=v)
     width = _check_codes(codes_q, codes_k, v, bits)
-    if same_tokens is not None and codes_q.shape[v.ndim - 2] != v.shape[-2]:
+    if is_causal and codes_q.shape[v.ndim - 2] != v.shape[-2]:
         raise ValueError(
-            f"{same_tokens} needs as many queries as keys, got codes_q {shape(codes_q)} and v {shape(v)}"
+            f"is_causal=True needs as many queries as keys, got codes_q {shape(codes_q)} and v {shape(v)}"
         )
     return width
 

@@ -36,10 +36,6 @@ class TokenHasher(Protocol):
 
     bits: int
 
-    @property
-    def token_wise(self) -> bool:
-        """Whether a token's code depends on that token alone."""
-
     def functions(self) -> Functions | None:
         """The hash functions, where a backend may compute codes itself."""
 
@@ -62,7 +58,7 @@ def eco_attention(
     is_causal: bool = False,
     bias: Bias = "paper",
     affinity: Affinity | None = None,
-    group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Hashed attention from tokens to output: `hasher` and `hash_attention` in one, fused where possible.
@@ -78,7 +74,7 @@ def eco_attention(
         is_causal: as in `hash_attention`.
         bias: as in `hash_attention`.
         affinity: as in `hash_attention`.
-        group: as in `hash_attention`.
+        process_group: as in `hash_attention`.
         backend: "eager", "cpu" or "triton"; None takes what `use_backend` or the environment asks for.
 
     Returns:
@@ -86,16 +82,11 @@ def eco_attention(
     """
     wanted = requested(backend)
     key_hasher = None if key_hasher is hasher else key_hasher
-    if is_causal and not (hasher.token_wise and (key_hasher is None or key_hasher.token_wise)):
-        raise ValueError(
-            'sigma="input" looks at all tokens of a sample, so codes have no causal order: '
-            'use sigma="stored" with is_causal=True'
-        )
     k = None if k is q else k
     affinity = _affinity(affinity, bias, hasher.bits)
     # An exported graph that is to be trained, or that is causal, consists of eager's steps.
     stepwise = exported.exporting() and (is_causal or getattr(hasher, "training", False))
-    if group is None and not affinity.own_value and not (stepwise or transforming() or _watched()):
+    if process_group is None and not (stepwise or transforming() or _watched()):
         functions, key_functions = hasher.functions(), None if key_hasher is None else key_hasher.functions()
         if functions is not None and (key_hasher is None or key_functions is not None):
             if isinstance(functions, Signs) and isinstance(key_functions, Signs):
@@ -118,7 +109,7 @@ def eco_attention(
         key_weight=key_weight,
         is_causal=is_causal,
         affinity=affinity,
-        group=group,
+        process_group=process_group,
     )
 
 
@@ -197,7 +188,7 @@ def hash_attention(
     is_causal: bool = False,
     bias: Bias = "paper",
     affinity: Affinity | None = None,
-    group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None = None,
     bits: int | None = None,
 ) -> Tensor:
     """Attention whose weights are the affinities of binary codes: linear in tokens, in time and memory.
@@ -220,11 +211,10 @@ def hash_attention(
             also reach earlier tokens.
         bias: which affinity, where `affinity` is not given: "paper" is 2^c + h . g with
             c = ceil(log2(b + 1)), "tight" b + 1 + h . g, which is sharper: with 16 bits the largest weight is
-            33 times the smallest, not 3 times. "official" is the released code's: (b + 1) times the token's
-            own value above, (b + 1) times the number of keys below.
+            33 times the smallest, not 3 times.
         affinity: see `Affinity`. Denominators are at least 2^-30 of the affinity's total weight times the
             number of keys (the sum of their weights), so a query that is close to no key gives no NaN.
-        group: process group over which the tokens are split, in rank order. One small message is exchanged,
+        process_group: ranks over which the tokens are split, in rank order. One small message is exchanged,
             and gradients flow through it: the loss is the sum of all ranks' losses.
         bits: b, needed with packed codes unless their dtype says it (uint8: 8, int16: 16, int32: 32).
 
@@ -233,9 +223,9 @@ def hash_attention(
     """
     call = CodeCall(codes_q, codes_k, v, key_padding_mask, key_weight, is_causal, bias, affinity, bits)
     if is_causal:
-        return call.causal(None if group is None else _sums_before(call.sums(), group))
+        return call.causal(None if process_group is None else _sums_before(call.sums(), process_group))
     state = call.sums()
-    return call.read(state if group is None else sum_over_ranks(state, group))
+    return call.read(state if process_group is None else _sum_over_ranks(state, process_group))
 
 
 class CodeCall:
@@ -253,16 +243,11 @@ class CodeCall:
         affinity: Affinity | None,
         bits: int | None,
     ) -> None:
-        official = bias == "official" or (affinity is not None and affinity.own_value)
-        same_tokens = "is_causal=True" if is_causal else 'bias="official"' if official else None
-        width = check_attention(codes_q, codes_k, v, same_tokens, bits)
+        width = check_attention(codes_q, codes_k, v, is_causal, bits)
         self.v, self.mask, self.key_weight = v, check_mask(key_padding_mask, v), key_weight
         check_key_weight(key_weight, v)
-        if official and key_weight is not None:
-            raise ValueError('key_weight cannot be combined with bias="official", the released code\'s form')
         affinity = _affinity(affinity, bias, width)
         affinity.check_heads(v)
-        self.own_value = affinity.own_value
         with eager.full_precision(v.device):
             self.f_k = eager.features(codes_k, affinity, width, v)
             self.f_q = self.f_k if codes_q is codes_k else eager.features(codes_q, affinity, width, v)
@@ -275,15 +260,14 @@ class CodeCall:
 
     def read(self, state: Tensor) -> Tensor:
         """What the queries read from it."""
-        own = eager.without(self.mask, self.v) if self.own_value else None
         with eager.full_precision(self.v.device):
-            return eager.read(self.f_q, state, self.weights, own).to(self.v.dtype)
+            return eager.read(self.f_q, state, self.weights).to(self.v.dtype)
 
     def causal(self, before: Tensor | None) -> Tensor:
         """What queries read in causal order, on top of the state `before` them."""
         keys = (self.f_k, self.v, self.mask, self.key_weight)
         with eager.full_precision(self.v.device):
-            out = eager.causal(self.f_q, *keys, before, self.weights, self.own_value, _product())
+            out = eager.causal(self.f_q, *keys, before, self.weights, _product())
             return out.to(self.v.dtype)
 
 
@@ -340,10 +324,10 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return sum_over_ranks(grads[0], ctx.group), None
+        return _sum_over_ranks(grads[0], ctx.group), None
 
 
-def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum over ranks, whose gradient is that of the sum of all ranks' losses."""
     total: Tensor = _AllReduce.apply(x, group)  # type: ignore[no-untyped-call]
     return total
@@ -356,4 +340,4 @@ def _sums_before(state: Tensor, group: dist.ProcessGroup) -> Tensor:
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     slots = [state if r == rank else torch.zeros_like(state) for r in range(size)]
-    return sum_over_ranks(torch.stack(slots), group)[:rank].sum(dim=0)
+    return _sum_over_ranks(torch.stack(slots), group)[:rank].sum(dim=0)

@@ -9,7 +9,6 @@ Equation numbers are those of the EcoFormer paper (NeurIPS 2022). Shapes are (..
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -97,19 +96,12 @@ def hash_attention(
     """Eq. (9), its upper line: affinities of all pairs, then a weighted mean of the values.
 
     `key_padding_mask` is True where a key is padding and broadcasts to (..., N_k). `bias="tight"` adds b + 1
-    in the place of 2^c. `bias="official"` is what the released code does: (b + 1) v_t, the token's own value,
-    in the numerator and (b + 1) N below it.
+    in the place of 2^c.
     """
     bits = codes_k.shape[-1]
     shift = bias_of(bits) if bias == "paper" else bits + 1
     affinity, seen = codes_q @ codes_k.mT, seen_keys(codes_q, v, key_padding_mask, is_causal)
-    if bias != "official":
-        return weighted_mean(affinity + shift, v, shift, seen)
-    values = v if key_padding_mask is None else v.masked_fill(key_padding_mask.unsqueeze(-1), 0)
-    numerator = (affinity * seen) @ v + shift * values
-    denominator = ((affinity + shift) * seen).sum(dim=-1, keepdim=True)
-    unseen = seen.sum(dim=-1, keepdim=True) == 0
-    return torch.where(unseen, 0, numerator / denominator.masked_fill(unseen, 1))
+    return weighted_mean(affinity + shift, v, shift, seen)
 
 
 def unit(tokens: Tensor) -> Tensor:
@@ -167,68 +159,6 @@ def residual(codes: Tensor, labels: Tensor, bits: int) -> Tensor:
 def bit_score(bit: Tensor, residual_matrix: Tensor) -> Tensor:
     """h^T R h, the part of Eq. (14) that a new bit can change; larger is better."""
     return (bit.unsqueeze(-2) @ residual_matrix @ bit.unsqueeze(-1)).squeeze(-1, -2)
-
-
-def bit_score_by_pairs(bit: Tensor, residual_matrix: Tensor) -> Tensor:
-    """The same as a sum over all pairs of tokens, <h h^T, R>."""
-    return (bit.unsqueeze(-1) * bit.unsqueeze(-2) * residual_matrix).sum(dim=(-2, -1))
-
-
-def learn_bits(
-    features: Tensor,
-    labels: Tensor,
-    bits: int,
-    steps: int = 100,
-    lr: float = 5e-4,
-    momentum: float = 0.9,
-    starts: Tensor | None = None,
-    score: Callable[[Tensor, Tensor], Tensor] = bit_score,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Bits learned one after another with the residual as a dense matrix, at the released solver's settings.
-
-    `features` (B, N, m) are the zero-mean kernel features of one head, `labels` (B, N, N). The loss is
-    -h^T R h / (N b), averaged over the batch, with 2 / (1 + e^-y) - 1 in the place of sign(y); SGD with
-    Nesterov's momentum from `starts` (m, b) or random ones; a bit is kept only if its discrete loss fell.
-    Returns A (m, b).
-    """
-    _, n, m = features.shape
-    a = torch.randn(m, bits, generator=generator) if starts is None else starts
-    a = a.to(features).clone()
-    codes = features.new_zeros(*features.shape[:2], 0)
-    for r in range(bits):
-        left = residual(codes, labels, bits)
-        start = a[:, r].clone()
-        weight = start.clone().requires_grad_()
-        optimiser = torch.optim.SGD([weight], lr=lr, momentum=momentum, nesterov=True)
-        for _ in range(steps):
-            relaxed = 2 * torch.sigmoid(features @ weight) - 1
-            loss = -(score(relaxed, left) / (n * bits)).mean()
-            optimiser.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
-        learned = weight.detach()
-        before = bit_score(sign(features @ start), left).mean()
-        after = bit_score(sign(features @ learned), left).mean()
-        a[:, r] = learned if after > before else start
-        codes = torch.cat([codes, sign(features @ a[:, r : r + 1])], dim=-1)
-    return a
-
-
-def recall(codes: Tensor, tokens: Tensor, l: int) -> Tensor:  # noqa: E741
-    """Share of each token's l nearest neighbours (by attention score) among its l nearest codes.
-
-    Codes tie often, so this is the expected recall when ties are broken at random.
-    """
-    affinity = codes @ codes.mT
-    own = torch.eye(affinity.shape[-1], dtype=torch.bool, device=codes.device)
-    affinity = affinity.masked_fill(own, -torch.inf)
-    wanted = pairwise_labels(tokens, l) > 0
-    cut = affinity.topk(l, dim=-1).values[..., -1:]
-    above, level = affinity > cut, affinity == cut
-    chance = (l - above.sum(-1)) / level.sum(-1)
-    found = (above & wanted).sum(-1) + (level & wanted).sum(-1) * chance
-    return (found / l).mean(dim=-1)
 
 
 LEVEL_BITS = 24

@@ -38,7 +38,7 @@ def eco(**kwargs):
     return fitted(EcoAttention(DIM, HEADS, **{"bits": 6, "support": 4, **kwargs}).double())
 
 
-@pytest.mark.parametrize("bias", ["paper", "tight", "official"])
+@pytest.mark.parametrize("bias", ["paper", "tight"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 def test_equals_the_equations(bias, is_causal, padded):
@@ -62,23 +62,16 @@ def test_equals_the_equations(bias, is_causal, padded):
 
 def test_defaults_are_the_papers():
     layer = EcoAttention(64, 2)
-    assert (layer.hasher.bits, layer.hasher.support, layer.hasher.sigma_from) == (16, 25, "stored")
+    assert (layer.hasher.bits, layer.hasher.support) == (16, 25)
     assert (layer.bias, layer.local, layer.hasher.trainable) == ("paper", None, False)
     assert not hasattr(layer, "qkv")
 
 
 def test_hasher_arguments_reach_the_hasher():
-    layer = EcoAttention(
-        DIM, HEADS, bits=3, support=2, sigma="input", trainable=True, surrogate="sigmoid", sign_of_zero=0
-    )
+    layer = EcoAttention(DIM, HEADS, bits=3, support=2, trainable=True)
     hasher = layer.hasher
     assert (hasher.num_heads, hasher.head_dim, hasher.bits, hasher.support) == (HEADS, DIM // HEADS, 3, 2)
-    assert (hasher.sigma_from, hasher.trainable, hasher.surrogate, hasher.sign_of_zero) == (
-        "input",
-        True,
-        "sigmoid",
-        0,
-    )
+    assert hasher.trainable
     assert "hasher.weight" in dict(layer.named_parameters())
     assert BiEcoAttention(DIM, HEADS).hasher.bits == 256
     assert BiEcoAttention(DIM, HEADS, features="channels").hasher.bits == DIM // HEADS
@@ -103,17 +96,8 @@ def test_gradients_reach_what_is_hashed():
     assert all(value > 0 for value in grads.values())
 
 
-def test_input_width_has_no_causal_order():
-    layer = eco(sigma="input")
-    assert layer(tokens()).isfinite().all()
-    with pytest.raises(
-        ValueError, match=r'^sigma="input" looks at all tokens .* use sigma="stored" with is_causal'
-    ):
-        layer(tokens(), is_causal=True)
-
-
 def test_mistakes():
-    with pytest.raises(ValueError, match=r"^bias must be .paper., .tight. or .official., got 'none'$"):
+    with pytest.raises(ValueError, match=r"^bias must be .paper. or .tight., got 'none'$"):
         EcoAttention(DIM, HEADS, bias="none")
     with pytest.raises(ValueError, match=r"^attn_drop must be 0"):
         EcoAttention(DIM, HEADS, attn_drop=0.1)
@@ -174,18 +158,6 @@ def test_from_softmax(source, bias, dtype, cls):
     out = fitted(cls.from_softmax(layer.train(), local=3, **({"support": 4} if cls is EcoAttention else {})))
     assert out.training
     assert out(tokens(dtype)).dtype == dtype
-
-
-def test_from_softmax_with_other_biases():
-    new = EcoAttention.from_softmax(SOURCES["timm"](False), qkv_bias=True)
-    assert (new.qk.bias == 0).all()
-    assert (new.v.bias == 0).all()
-
-
-def test_from_softmax_takes_the_local_branch_along():
-    layer = SoftmaxAttention(DIM, HEADS, local=3)
-    nn.init.normal_(layer.local.weight)
-    assert torch.equal(EcoAttention.from_softmax(layer).local.weight, layer.local.weight)
 
 
 def test_from_softmax_on_another_device():

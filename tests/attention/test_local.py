@@ -95,15 +95,6 @@ def test_inside_attention(is_causal):
     torch.testing.assert_close(module(x, is_causal=is_causal), plain + added)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("size", [3, (3, 3)])
-def test_dtypes(dtype, size):
-    module = branch(size).to(dtype)
-    out = module(values().to(dtype), grid=(3, 4))
-    assert out.dtype == dtype
-    torch.testing.assert_close(out.float(), branch(size)(values(), grid=(3, 4)), rtol=0.1, atol=0.1)
-
-
 @pytest.mark.parametrize("size", [2, -1, (3, 4), (0, 3), (3, 3, 3)])
 def test_wrong_sizes(size):
     with pytest.raises(ValueError, match=r"^local must be an odd k or a pair of odd numbers"):

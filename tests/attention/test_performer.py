@@ -154,16 +154,6 @@ def test_autocast_keeps_features_in_full_precision(is_causal):
     torch.testing.assert_close(out, exact.bfloat16(), rtol=0.01, atol=1e-5)
 
 
-@CAUSAL
-def test_gradcheck(is_causal):
-    attention = make(features=8).double()
-    generator = torch.Generator().manual_seed(0)
-    v = torch.randn(1, 1, 5, 4, generator=generator, dtype=torch.float64, requires_grad=True)
-    q, k, _ = (x[:1, :1, :5] for x in heads(dtype=torch.float64))
-    mask = padding(5)[:1] | (torch.arange(5) == 2)
-    assert torch.autograd.gradcheck(lambda v: attention.attend(q, k, v, mask, is_causal), v)
-
-
 def test_projection_is_orthogonal_in_blocks():
     w = orthogonal_gaussian(40, 16, seed=1)
     for block in w.split(16):

@@ -12,7 +12,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from calls import make_call
-from torch import nn
 
 import ecoformer
 from ecoformer import FitOptions, KernelHasher, LshHasher, eco_attention, hash_attention, use_backend
@@ -79,21 +78,17 @@ def test_the_module_gives_the_same_by_both(ran):
     layer = ecoformer.EcoAttention(32, 4).eval().requires_grad_(False)
     layer.hasher.fit(torch.randn(2, 4, 60, 8), options=QUICK)
     x, mask = torch.randn(3, 65, 32), torch.rand(3, 65) < 0.3
-    for bias in ("paper", "tight", "official"):
+    for bias in ("paper", "tight"):
         layer.bias = bias
         for options in ({}, {"key_padding_mask": mask}, {"is_causal": True}):
             ours = layer(x, **options)
             with use_backend("eager"):
                 torch.testing.assert_close(ours, layer(x, **options))
-    assert ran == ["cpu"] * 6, "the released code's form is eager's"
+    assert ran == ["cpu"] * 6
 
 
 def test_what_is_not_covered_takes_the_single_steps(hasher, tokens, ran):
-    eco_attention(tokens, tokens, hasher, k=tokens.clone(), bias="official")
     eco_attention(tokens.double(), tokens.double(), copy.deepcopy(hasher).double())
-    for options in ({"sigma": "input"}, {"surrogate": "sigmoid"}, {"sign_of_zero": 0}):
-        other = KernelHasher(2, 8, 16, 5, **options).fit(tokens, options=QUICK)
-        eco_attention(tokens, tokens, other)
     eco_attention(tokens, tokens, ecoformer.SignHasher(2, 8))
     assert ran == []
 
@@ -112,8 +107,8 @@ def test_gradients_take_the_kernels(hasher, tokens, ran):
 
 def test_a_hasher_of_ones_own_is_called(tokens, ran):
     class Other(KernelHasher):
-        def project(self, tokens, valid):
-            return -super().project(tokens, valid)
+        def project(self, tokens):
+            return -super().project(tokens)
 
     class Watching(KernelHasher):
         def forward(self, tokens, key_padding_mask=None):
@@ -137,10 +132,6 @@ def test_hooks_of_a_hasher_are_called(hasher, tokens, ran):
     assert called == ["before", "after"]
     for handle in handles:
         handle.remove()
-    handle = nn.modules.module.register_module_forward_hook(lambda *_: called.append("global"))
-    eco_attention(tokens, tokens, hasher)
-    handle.remove()
-    assert called[2:] == ["global"]
     assert ran == []
     eco_attention(tokens, tokens, hasher)
     assert ran == ["cpu"]
@@ -187,9 +178,6 @@ def test_bad_arguments_get_the_same_errors(hasher, tokens):
         eco_attention(tokens, tokens, hasher, key_padding_mask=torch.zeros(3, 70))
     with pytest.raises(ValueError, match="as many queries as keys"):
         eco_attention(tokens[:, :, :9], tokens, hasher, k=tokens, is_causal=True)
-    other = KernelHasher(2, 8, sigma="input").fit(tokens, options=QUICK)
-    with pytest.raises(ValueError, match="no causal order"):
-        eco_attention(tokens, tokens, other, is_causal=True)
 
 
 @pytest.mark.parametrize(

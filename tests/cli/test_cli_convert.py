@@ -96,7 +96,7 @@ class TestWhatIsWritten:
     def test_a_released_model_keeps_what_is_not_chosen(self, convert):
         done = convert("released.pth", "--attention", "softmax", "--layers", "stages.0.*")
         source = ecoformer.load_official("released.pth")
-        assert list(kinds(done.model).values()) == ["softmax", "eco", "eco", "Attention"]
+        assert list(kinds(done.model).values()) == ["softmax", "official_eco", "official_eco", "Attention"]
         assert len(hashers_of(done.model)) == 2
         for name, hasher in hashers_of(done.model).items():
             assert hasher.fitted

@@ -3,15 +3,12 @@
 import copy
 
 import pytest
-import timm
 import torch
 
-import ecoformer
 from ecoformer import FitOptions, KernelHasher, KlshHasher
-from ecoformer.hashing import hashers_of, solver
 
 QUICK = FitOptions(pairs=5, steps=20)
-WAYS = {"pairs": QUICK, "start only": FitOptions(steps=0), "cosine": FitOptions(target="cosine", steps=5)}
+WAYS = {"pairs": QUICK, "start only": FitOptions(steps=0)}
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -29,14 +26,6 @@ def shared_class_token(batch=16, heads=2, n=5, dim=32):
 def few_distinct(kinds=3, noise=0.0):
     which = torch.randint(0, kinds, (4, 1, 50), generator=torch.Generator().manual_seed(0))
     return normal(kinds, 32)[which] + noise * normal(4, 1, 50, 32, seed=1)
-
-
-def nearly_equal(difference, n=200):
-    """Tokens of length about 1 along curves, `difference` apart, on top of one that all share."""
-    phase = 6.28 * torch.rand(4, 1, 1, 2, generator=torch.Generator().manual_seed(0))
-    time = torch.linspace(0, 6.28, n).view(n, 1) * torch.tensor([3.0, 5.0])
-    curves = torch.sin(2 * torch.sin(time + phase)) @ normal(2, 32) + 0.3 * normal(4, 1, n, 32, seed=1)
-    return torch.nn.functional.normalize(normal(32, seed=2), dim=-1) + difference * curves / 3
 
 
 REPEATED = {
@@ -58,39 +47,14 @@ def test_repeated_tokens(tokens, options):
     hasher = KernelHasher(*tokens.shape[1::2]).fit(tokens, options=options)
     assert hasher.weight.abs().max() < 1e3
     assert torch.equal(hasher(tokens).double(), exact_codes(hasher, tokens))
-    y = hasher.project(tokens, None)
+    y = hasher.project(tokens)
     torch.testing.assert_close(y.square().mean(dim=(0, 2)), torch.ones(y.shape[1::2]), rtol=1e-3, atol=0)
-
-
-def test_repeated_tokens_in_fp64():
-    tokens = shared_class_token().double()
-    for hasher in (KernelHasher(2, 32), KernelHasher(2, 32).double()):
-        assert hasher.fit(tokens, options=QUICK).weight.abs().max() < 1e3
 
 
 def test_codes_tell_kinds_apart():
     tokens = few_distinct()
     codes = KernelHasher(1, 32).fit(tokens, options=QUICK)(tokens)
     assert len(codes.flatten(0, 2).unique(dim=0)) == 3
-
-
-def test_a_vit_on_small_images():
-    """The class token before the first block is the same in all samples."""
-    torch.manual_seed(0)
-    model = timm.create_model("test_vit", img_size=32)
-    ecoformer.convert(model, "eco")
-    ecoformer.fit_hashers(model, [torch.randn(16, 3, 32, 32)], options=QUICK)
-    sizes = {name: float(hasher.weight.abs().max()) for name, hasher in hashers_of(model).items()}
-    assert max(sizes.values()) < 1e3, sizes
-
-
-@pytest.mark.parametrize(("difference", "agreement"), [(0.1, 0.999), (0.01, 0.99), (0.001, 0.98)])
-def test_codes_of_nearly_equal_tokens_are_no_matter_of_rounding(difference, agreement):
-    tokens = nearly_equal(difference)
-    hasher = KernelHasher(1, 32).fit(tokens, options=QUICK)
-    assert hasher.weight.abs().max() < 1e3
-    assert (hasher(tokens).double() == exact_codes(hasher, tokens)).double().mean() > agreement
-    assert hasher.quality(tokens, neighbours=5).recall > 0.25  # chance is 0.025
 
 
 SAME = {
@@ -111,39 +75,8 @@ def test_tokens_that_are_all_the_same(tokens, make):
     assert (hasher(tokens) == 1).all()
 
 
-def test_only_the_head_whose_tokens_are_the_same_learns_nothing():
-    tokens = normal(4, 2, 20, 8)
-    tokens[:, 1] = 1
-    hasher = KernelHasher(2, 8, support=5)
-    with pytest.warns(UserWarning, match="in head 1, "):
-        hasher.fit(tokens, options=QUICK)
-    alone = KernelHasher(1, 8, support=5).fit(tokens[:, :1], options=QUICK)
-    torch.testing.assert_close(hasher.weight[0], alone.weight[0], rtol=1e-3, atol=1e-3)
-    assert (hasher.weight[1] == 0).all()
-
-
 def test_padding_does_not_make_tokens_differ():
     tokens, mask = torch.ones(4, 1, 20, 8), torch.arange(20).expand(4, 20) >= 15
     tokens[:, :, 15:] = normal(4, 1, 5, 8)
     with pytest.warns(UserWarning, match="all the same"):
         KernelHasher(1, 8, support=5).fit(tokens, key_padding_mask=mask, options=QUICK)
-
-
-def test_well_conditioned_directions_all_count():
-    """Nothing is left out, and the basis is that of the plain sums."""
-    features = normal(2, 300, 6)
-    features = features @ torch.diag(torch.tensor([1.0, 1, 0.1, 0.01, 1e-3, 1e-4]))
-    tokens = torch.full((2,), 300.0)
-    basis = solver._whitening(features, tokens, torch.full((2,), EPS))
-    values, vectors = torch.linalg.eigh((features.mT @ features).double() / 300)
-    expected = vectors * values.clamp_min(1e-6 * values[:, -1:]).rsqrt().unsqueeze(-2)
-    assert torch.equal(basis, expected.float())
-
-
-@pytest.mark.parametrize(("noise", "used"), [(0.0, 4), (1e-8, 4), (1e-6, 3), (1e-4, 2), (0.05, 2), (10.0, 2)])
-def test_directions_below_ten_times_their_noise_are_left_out(noise, used):
-    axes, _ = torch.linalg.qr(normal(300, 4).double())
-    sizes = torch.tensor([1.0, 0.5, 1e-4, 1e-6], dtype=torch.float64)
-    features = (axes * 300**0.5 * sizes)[None]
-    basis = solver._whitening(features, torch.full((1,), 300.0), torch.full((1,), noise))
-    assert int((basis != 0).any(dim=-2).sum()) == used

@@ -13,7 +13,6 @@ from typing_extensions import Self
 
 from ecoformer.arguments import shape
 from ecoformer.attention.local import LocalBranch
-from ecoformer.attention.splitting import SharesTokens
 from ecoformer.attention.weights import (
     Projections,
     carry_over,
@@ -46,7 +45,7 @@ def unknown_setting(key: str, mechanisms: Iterable[type[Attention]]) -> str:
     return f"unknown setting {key!r} of {names}{hint}; choose from {', '.join(known)}"
 
 
-class Attention(Described, SharesTokens, nn.Module):
+class Attention(Described, nn.Module):
     """Self-attention over tokens (B, N, dim) by one mechanism.
 
     A mechanism defines how heads attend (`attend`), what that costs (`operations`), and what it supports (the
@@ -66,6 +65,7 @@ class Attention(Described, SharesTokens, nn.Module):
     """
 
     name: ClassVar[str]
+    listed: ClassVar[bool] = True
     computed_by = "attend"
     shared_qk: ClassVar[bool] = False
     projects_to_codes: ClassVar[bool] = False
@@ -243,10 +243,6 @@ class Attention(Described, SharesTokens, nn.Module):
                 f"key_padding_mask must be bool (B, N) = {tuple(x.shape[:2])}, True where a token is "
                 f"padding, got {key_padding_mask.dtype} {shape(key_padding_mask)}"
             )
-
-    def split_problem(self) -> str | None:
-        """Why tokens cannot be split over ranks; None for mechanisms that exchange sums."""
-        return f"{self.name} needs all tokens; hashed attention such as eco does not"
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise RuntimeError(

@@ -15,7 +15,6 @@ from ecoformer.attention.registry import register_attention
 from ecoformer.attention.weights import Projections, owner_of
 from ecoformer.backends.eager import widened
 from ecoformer.backends.exported import exporting, power_of_two, rows
-from ecoformer.backends.hashing import Surrogate
 from ecoformer.functional import eco_attention
 from ecoformer.hashing import Hasher, KernelHasher, KlshHasher, LshHasher, SignHasher
 from ecoformer.operations import Counts, Operations, Product, mac
@@ -79,7 +78,7 @@ class HashedAttention(Attention):
         dim: channels of a token.
         num_heads: heads, each with hash functions of its own.
         hasher: codes of the projected tokens, for `num_heads` heads.
-        bias: "paper", "tight" or "official", see `hash_attention`.
+        bias: "paper" or "tight", see `hash_attention`.
         groups: cut codes into groups of bits with a learned affinity, see `Affinity` and `LearnedAffinity`.
         separate: project queries and keys separately, so they have different codes. Hash functions that are
             fitted learn from the keys.
@@ -107,17 +106,13 @@ class HashedAttention(Attention):
         has_bias = self.qk.bias is not None
         if width != dim:
             self.qk = nn.Linear(dim, width, bias=has_bias)
-        fixed = Affinity.of(bias, hasher.bits)
+        Affinity.of(bias, hasher.bits)  # refuses an unknown bias
         if hasher.num_heads != num_heads:
             raise ValueError(f"hasher is for {hasher.num_heads} heads, but num_heads={num_heads}")
-        if separate and not hasher.token_wise:
-            raise ValueError('separate=True needs sigma="stored": sigma="input" would depend on padding')
         if groups is not None:
             if bias != "paper":
                 raise ValueError(f"bias={bias!r} and groups={groups} exclude each other: leave one out")
             Affinity(groups).size(hasher.bits)
-        if key_weights and fixed.own_value:
-            raise ValueError('bias="official" is the released code\'s form, which has no key_weights')
         self.bias: Bias = bias
         self.groups, self.separate = groups, separate
         self.hasher = hasher
@@ -144,7 +139,6 @@ class HashedAttention(Attention):
             is_causal=is_causal,
             bias=self.bias,
             affinity=None if self.affinity is None else self.affinity(),
-            group=self.token_group,
         )
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -210,10 +204,6 @@ class HashedAttention(Attention):
             (token + Counts(mul=columns)) * (heads * tokens),
         ]
 
-    def split_problem(self) -> str | None:
-        """Why tokens cannot be split over ranks: only `sigma="input"` needs all of them."""
-        return None if self.hasher.token_wise else 'sigma="input" needs all tokens, use sigma="stored"'
-
 
 class _KernelAttention(HashedAttention):
     """Hashed attention with kernelised hash functions of one class."""
@@ -227,32 +217,20 @@ class _KernelAttention(HashedAttention):
         *,
         bits: int = 16,
         support: int = 25,
-        sigma: Literal["stored", "input"] = "stored",
         trainable: bool = False,
-        surrogate: Surrogate = "hardtanh",
-        sign_of_zero: int = 1,
-        bias: Bias = "paper",
         **kwargs: Any,
     ) -> None:
-        hasher = self.hasher_class(
-            num_heads,
-            head_dim_of(dim, num_heads),
-            bits,
-            support,
-            sigma=sigma,
-            trainable=trainable,
-            surrogate=surrogate,
-            sign_of_zero=sign_of_zero,
-        )
-        super().__init__(dim, num_heads, hasher, bias=bias, **kwargs)
+        head_dim = head_dim_of(dim, num_heads)
+        hasher = self.hasher_class(num_heads, head_dim, bits, support, trainable=trainable)
+        super().__init__(dim, num_heads, hasher, **kwargs)
 
 
 @register_attention("eco")
 class EcoAttention(_KernelAttention):
     """The paper's attention: learned kernelised hash functions, 16 bits from 25 support samples.
 
-    Keyword arguments `bits`, `support`, `sigma`, `trainable`, `surrogate` and `sign_of_zero` are those of
-    `KernelHasher`, `bias` is that of `hash_attention`, the rest are those of every mechanism.
+    Keyword arguments `bits`, `support` and `trainable` are those of `KernelHasher`, the rest are those of
+    `HashedAttention`.
     """
 
 
@@ -274,12 +252,10 @@ class LshEcoAttention(HashedAttention):
         *,
         bits: int = 16,
         seed: int | None = None,
-        surrogate: Surrogate = "hardtanh",
-        bias: Bias = "paper",
         **kwargs: Any,
     ) -> None:
-        hasher = LshHasher(num_heads, head_dim_of(dim, num_heads), bits, seed=seed, surrogate=surrogate)
-        super().__init__(dim, num_heads, hasher, bias=bias, **kwargs)
+        hasher = LshHasher(num_heads, head_dim_of(dim, num_heads), bits, seed=seed)
+        super().__init__(dim, num_heads, hasher, **kwargs)
 
 
 @register_attention("bi_eco")
@@ -298,16 +274,12 @@ class BiEcoAttention(HashedAttention):
         bits: int | None = None,
         features: Literal["channels", "fourier"] = "fourier",
         seed: int | None = None,
-        surrogate: Surrogate = "hardtanh",
-        bias: Bias = "paper",
         **kwargs: Any,
     ) -> None:
         if bits is None and features == "fourier":
             bits = 256
-        hasher = SignHasher(
-            num_heads, head_dim_of(dim, num_heads), bits, features=features, seed=seed, surrogate=surrogate
-        )
-        super().__init__(dim, num_heads, hasher, bias=bias, **kwargs)
+        hasher = SignHasher(num_heads, head_dim_of(dim, num_heads), bits, features=features, seed=seed)
+        super().__init__(dim, num_heads, hasher, **kwargs)
 
 
 @register_attention("sharp_eco")
@@ -351,7 +323,7 @@ class SharpEcoAttention(HashedAttention):
         super().__init__(
             dim,
             num_heads,
-            SignHasher(num_heads, bits, surrogate="scaled"),
+            SignHasher(num_heads, bits, reach=1.0),
             groups=groups,
             separate=separate,
             key_weights=key_weights,

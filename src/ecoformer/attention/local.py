@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ecoformer.arguments import shape
-from ecoformer.attention.splitting import SharesTokens, exchange_halo
 
 
-class LocalBranch(SharesTokens, nn.Module):
+class LocalBranch(nn.Module):
     """Depth-wise convolution over k neighbours of the sequence, or k x k of an image.
 
     It starts at zero, so adding it to a trained layer changes nothing until it learns.
@@ -45,22 +44,10 @@ class LocalBranch(SharesTokens, nn.Module):
             return self._sequence(v, is_causal)
         return F.pad(self._image(v[:, prefix:], is_causal, grid), (0, 0, prefix, 0))
 
-    def split_problem(self) -> str | None:
-        """Why tokens cannot be split over ranks: neighbourhoods of an image span several ranks."""
-        return None if len(self.sizes) == 1 else f"local={self.sizes} spans an image: use local=k or none"
-
-    def min_tokens(self) -> int:
-        """As many tokens as neighbouring ranks exchange."""
-        return max(self.sizes[0] - 1, 1)
-
     def _sequence(self, v: Tensor, is_causal: bool) -> Tensor:
         (k,) = self.sizes
         before = k - 1 if is_causal else k // 2
-        if self.token_group is None:
-            padded = F.pad(v.mT, (before, k - 1 - before))
-        else:
-            padded = exchange_halo(v, before, k - 1 - before, self.token_group).mT
-        return self._sums(padded, [0]).mT
+        return self._sums(F.pad(v.mT, (before, k - 1 - before)), [0]).mT
 
     def _image(self, v: Tensor, is_causal: bool, grid: tuple[int, int] | None) -> Tensor:
         if is_causal:

@@ -13,13 +13,13 @@ _REGISTRY: dict[str, type[Attention]] = {}
 A = TypeVar("A", bound=type[Attention])
 
 
-def register_attention(name: str) -> Callable[[A], A]:
-    """Class decorator that registers a mechanism as `name`."""
+def register_attention(name: str, *, listed: bool = True) -> Callable[[A], A]:
+    """Class decorator that registers a mechanism as `name`; `list_attentions` leaves out unlisted ones."""
 
     def register(cls: A) -> A:
         if name in _REGISTRY:
             raise ValueError(f"attention {name!r} is already registered: {_REGISTRY[name].__name__}")
-        cls.name = name
+        cls.name, cls.listed = name, listed
         _REGISTRY[name] = cls
         return cls
 
@@ -28,7 +28,7 @@ def register_attention(name: str) -> Callable[[A], A]:
 
 def list_attentions() -> list[str]:
     """Names that `create_attention` knows."""
-    return sorted(_REGISTRY)
+    return sorted(name for name, cls in _REGISTRY.items() if cls.listed)
 
 
 def attention_class(name: str) -> type[Attention]:

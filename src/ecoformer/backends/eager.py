@@ -128,14 +128,11 @@ def sums(f: Tensor, v: Tensor, mask: Tensor | None, key_weight: Tensor | None) -
     return torch.cat([top, last], dim=-2)
 
 
-def read(f: Tensor, state: Tensor, weights: Weights, own: Tensor | None) -> Tensor:
-    """What queries' features read from a state; `own` (..., N, D) replaces the values' sum."""
+def read(f: Tensor, state: Tensor, weights: Weights) -> Tensor:
+    """What queries' features read from a state."""
     last = state[..., -1:, :]
     count = last[..., -1:]
     top = f @ weights.mixed(state[..., :-1, :])
-    if own is not None:
-        own = torch.where(count == 0, 0, own)  # where no key is seen, nothing is read
-        last = torch.cat([own.to(f.dtype), count.expand(*count.shape[:-2], f.shape[-2], 1)], dim=-1)
     if weights.constant:
         top = top + weights.constant * last
     return weights.divide(top, count)
@@ -149,7 +146,6 @@ def causal(
     key_weight: Tensor | None,
     state: Tensor | None,
     weights: Weights,
-    own_value: bool,
     product: Product,
 ) -> Tensor:
     """Every token reads the sums over the tokens up to itself, on top of an earlier `state`."""
@@ -163,8 +159,7 @@ def causal(
         top = top + f_q @ state[..., :-1, :].to(f_q.dtype)
     count = _running(values[..., -1:], state)
     if weights.constant:
-        last = torch.cat([values[..., :-1], count], dim=-1) if own_value else _running(values, state)
-        top = torch.add(top, last, alpha=weights.constant)
+        top = torch.add(top, _running(values, state), alpha=weights.constant)
     return weights.divide(top, count)
 
 

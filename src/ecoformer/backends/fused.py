@@ -209,10 +209,9 @@ def plain(call: FusedCall) -> Tensor:
             weights = eager.Weights(mix, 0.0, call.floor.view(-1, 1, 1))
         wide = None if mask is None else mask[:, None].expand(v.shape[:-1])
         if call.causal:
-            product = eager.causal_product
-            out = eager.causal(fq, fk, v, wide, call.key_weight, None, weights, False, product)
+            out = eager.causal(fq, fk, v, wide, call.key_weight, None, weights, eager.causal_product)
         else:
-            out = eager.read(fq, eager.sums(fk, v, wide, call.key_weight), weights, None)
+            out = eager.read(fq, eager.sums(fk, v, wide, call.key_weight), weights)
         return out.to(v.dtype)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Size, Tensor
-
-Surrogate = Literal["hardtanh", "sigmoid", "scaled"]
 
 
 class HashFunctions(NamedTuple):
@@ -31,7 +29,7 @@ class Hyperplanes(NamedTuple):
 
 
 class Signs(NamedTuple):
-    """Tokens are already projections, one channel per bit; codes are their signs, the gradient "scaled"."""
+    """Tokens are already projections, one channel per bit; codes are their signs, `reach` is 1."""
 
 
 Functions = HashFunctions | Hyperplanes | Signs
@@ -69,22 +67,15 @@ def transforming() -> bool:
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
-def check_surrogate(surrogate: str) -> None:
-    """Refuse a surrogate gradient that `sign_ste` does not have."""
-    if surrogate not in get_args(Surrogate):
-        raise ValueError(f'surrogate must be "hardtanh", "sigmoid" or "scaled", got {surrogate!r}')
+def sign_ste(x: Tensor, reach: float | None = None) -> Tensor:
+    """sign(x) in the forward pass, the gradient of hard tanh in the backward pass.
 
-
-def sign_ste(x: Tensor, surrogate: Surrogate = "hardtanh", zero: float = 1.0) -> Tensor:
-    """sign(x) in the forward pass, the gradient of a smooth surrogate in the backward pass.
-
-    "hardtanh" passes the gradient where |x| <= 1 (the paper); "sigmoid" is that of 2 / (1 + e^-x) - 1;
-    "scaled" is "hardtanh" of `scaled(x)`, which does not depend on how long x is.
-    `zero` is sign(0): +1 in the paper, 0 in the released code. NaN stays NaN.
+    sign(0) is +1, and NaN stays NaN. The gradient passes where |x| <= 1. With `reach`, hard tanh is taken of
+    x (..., b) divided by `reach` times the root mean square of its last dimension, which counts as a
+    constant: the gradient then passes for the same bits, however long x is.
     """
-    check_surrogate(surrogate)
     with torch.no_grad():
-        codes = torch.where(x > 0, 1.0, torch.where(x < 0, -1.0, torch.where(x == 0, zero, x))).to(x.dtype)
+        codes = torch.where(x >= 0, 1.0, torch.where(x < 0, -1.0, x)).to(x.dtype)
     if not x.requires_grad and not transforming():
         return codes
     if not torch.compiler.is_compiling() and torch._C._is_tracing():
@@ -93,10 +84,7 @@ def sign_ste(x: Tensor, surrogate: Surrogate = "hardtanh", zero: float = 1.0) ->
             "torch.jit.trace records hashed attention for inference only: trace under torch.no_grad(), "
             "or use torch.export"
         )
-    if surrogate == "sigmoid":
-        smooth = 2 * torch.sigmoid(x) - 1
-    else:
-        smooth = (x if surrogate == "hardtanh" else scaled(x)).clamp(-1, 1)
+    smooth = (x if reach is None else scaled(x) / reach).clamp(-1, 1)
     # (smooth - smooth) is zero, so the value stays exactly ±1 while the gradient is that of `smooth`.
     return codes + (smooth - smooth.detach())
 
@@ -140,6 +128,5 @@ def project(tokens: Tensor, functions: Functions) -> Tensor:
 
 
 def codes(tokens: Tensor, functions: Functions) -> Tensor:
-    """Codes (B, H, N, b) of ±1 in fp32; sign(0) is +1, NaN stays NaN, the gradient passes where |y| <= 1."""
-    surrogate: Surrogate = "scaled" if isinstance(functions, Signs) else "hardtanh"
-    return sign_ste(project(tokens.float(), functions), surrogate)
+    """Codes (B, H, N, b) of ±1 in fp32, see `sign_ste`."""
+    return sign_ste(project(tokens.float(), functions), 1.0 if isinstance(functions, Signs) else None)

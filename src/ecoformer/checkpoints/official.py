@@ -1,8 +1,8 @@
 """The checkpoints that the paper's authors released, as models of this package.
 
 `recognise` reads from names and shapes which model it is, `rename` gives every tensor our name, and
-`load_official` builds the model and fills it. The released code differs from the paper in the bias, the
-kernel width and sign(0); a loaded model computes what the released code computes.
+`load_official` builds the model and fills it. The released code differs from the paper; a loaded model
+computes what the released code computes, by `official_attention`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from ecoformer import storage
 from ecoformer.arguments import one_line
 from ecoformer.checkpoints.describe import rebuild
 from ecoformer.checkpoints.limits import build_within
+from ecoformer.checkpoints.official_attention import OfficialEcoAttention
 from ecoformer.storage import CheckpointError
 
 Family = Literal["pvt_v2", "twins"]
 
-RELEASED = {"bias": "official", "sigma": "input", "sign_of_zero": 0}
-"""Where the released code's eco attention differs from the paper's, in words of `EcoAttention`."""
 _OWN_KEY: dict[Family, re.Pattern[str]] = {
     "pvt_v2": re.compile(r"(patch_embed|block|norm)[1-4]\."),
     "twins": re.compile(r"(patch_embeds|blocks|pos_block)\.[0-3]\."),
@@ -80,13 +79,13 @@ def recognise(state: Mapping[str, Tensor]) -> tuple[Family, dict[str, Any]]:
         hasher = f"{blocks[0]}.0.attn.fast_attention.ksh"
         _, bits, support = _shape(state, f"{hasher}.A", 3)
         head_dim = _shape(state, f"{hasher}.anchor", 4)[-1]
-        config = {"bits": bits, "support": support, **RELEASED}
+        config = {"bits": bits, "support": support}
     if any(dim % head_dim or width % dim for dim, width in zip(dims, hidden, strict=True)):
         raise CheckpointError(
             f"stages of {dims} channels do not fit heads of {head_dim} and MLPs of {hidden}"
         )
     return family, {
-        "attention": "eco" if eco else "softmax",
+        "attention": OfficialEcoAttention.name if eco else "softmax",
         "attention_config": config,
         "num_classes": _shape(state, "head.weight", 2)[0],
         "in_chans": shapes[0][1],

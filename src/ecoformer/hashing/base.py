@@ -10,25 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules import module
 from typing_extensions import Self
 
 from ecoformer.arguments import shape
 from ecoformer.backends.choice import constant
 from ecoformer.backends.eager import full_precision
-from ecoformer.backends.hashing import (
-    Functions,
-    Surrogate,
-    check_surrogate,
-    scaled,
-    sign_ste,
-    transforming,
-)
-from ecoformer.hashing.quality import HashQuality, hash_quality
+from ecoformer.backends.hashing import Functions, sign_ste, transforming
 from ecoformer.hashing.solver import FitOptions
 from ecoformer.operations import Described
 from ecoformer.randomness import seeded
-from ecoformer.running import eval_mode
 
 NOT_FITTED = "hash functions are random, not fitted: ecoformer.fit_hashers(model, batches) learns them"
 
@@ -36,48 +26,32 @@ NOT_FITTED = "hash functions are random, not fitted: ecoformer.fit_hashers(model
 class Hasher(Described, nn.Module):
     """Hash functions of one attention layer.
 
-    A hasher computes a real number for every bit (`project`) and takes its sign. In the backward pass a
-    surrogate replaces the sign, so the tokens get a gradient. Hash functions are random (`draw`) until they
-    are learned (`fit`); a hasher that runs before that warns once. All state is in buffers, `fitted`
-    included, so it is saved, loaded and moved with the module.
+    A hasher computes a real number for every bit (`project`) and takes its sign, whose gradient is that of
+    hard tanh (`sign_ste`). Hash functions are random (`draw`) until they are learned (`fit`); a hasher that
+    runs before that warns once. All state is in buffers, `fitted` included, so it is saved, loaded and moved
+    with the module.
 
     Args:
         num_heads: heads; each has its own hash functions.
         head_dim: D, channels of a head.
         bits: b, length of a code.
-        surrogate: gradient of the sign, see `sign_ste`.
-        sign_of_zero: +1 in the paper, 0 in the released code.
     """
 
     computed_by = "project"
     learns: ClassVar[bool] = True
     fitted: Tensor
-    temperature: Tensor | None
-    soft = False
-    """Whether codes are tanh(`scaled(y)` / temperature) in training, not signs; see `SoftStart`."""
+    reach: float | None = None
+    """Width of the gradient's window, see `sign_ste`."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        bits: int = 16,
-        *,
-        surrogate: Surrogate = "hardtanh",
-        sign_of_zero: int = 1,
-    ) -> None:
+    def __init__(self, num_heads: int, head_dim: int, bits: int = 16) -> None:
         super().__init__()
         for name, value in (("num_heads", num_heads), ("head_dim", head_dim), ("bits", bits)):
             if not isinstance(value, int):
                 raise TypeError(f"{name} must be an integer, got {value!r}")
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        if sign_of_zero not in (-1, 0, 1):
-            raise ValueError(f"sign_of_zero must be -1, 0 or 1, got {sign_of_zero}")
-        check_surrogate(surrogate)
         self.num_heads, self.head_dim, self.bits = num_heads, head_dim, bits
-        self.surrogate, self.sign_of_zero = surrogate, float(sign_of_zero)
         self.register_buffer("fitted", torch.tensor(False))
-        self.register_buffer("temperature", None, persistent=False)
         self._may_be_random = True
 
     def draw(self, generator: torch.Generator) -> None:
@@ -91,8 +65,8 @@ class Hasher(Described, nn.Module):
             self.fitted.fill_(not self.learns)
         self._look_again()
 
-    def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
-        """Real numbers (B, H, N, b) whose signs are the codes; `valid` (B, N) is False for padding."""
+    def project(self, tokens: Tensor) -> Tensor:
+        """Real numbers (B, H, N, b) whose signs are the codes of tokens (B, H, N, D)."""
         raise NotImplementedError
 
     def learn(
@@ -101,31 +75,24 @@ class Hasher(Described, nn.Module):
         """Set the buffers from finite tokens (B, H, N, D) in fp32 or fp64, zero where they are padding."""
         raise NotImplementedError
 
-    @property
-    def token_wise(self) -> bool:
-        """Whether a token's code depends on that token alone."""
-        return True
-
     def functions(self) -> Functions | None:
         """The hash functions as plain tensors, for backends that compute codes in place of `forward`.
 
-        None if no backend may: `forward` has hooks, or backends do not know these functions or this sign.
+        None if no backend may: `forward` has hooks, or backends do not know these functions.
         """
         return None
 
     def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Codes (B, H, N, b) of ±1 in the tokens' dtype; `key_padding_mask` (B, N) is True for padding.
+        """Codes (B, H, N, b) of ±1 in the tokens' dtype.
 
-        In training, codes may be soft, see `SoftStart`.
+        `key_padding_mask` (B, N), True for padding, changes no codes: it is there for `fitting`.
         """
         self._check(tokens, key_padding_mask)
         self.warn_if_random()
         # Codes depend on the sign of small differences, which half precision would flip.
         with full_precision(tokens.device):
-            y = self.project(_widened(tokens), None if key_padding_mask is None else ~key_padding_mask)
-            if self.soft and self.training and self.temperature is not None:
-                return torch.tanh(scaled(y) / self.temperature).to(tokens.dtype)
-            return sign_ste(y, self.surrogate, self.sign_of_zero).to(tokens.dtype)
+            y = self.project(_widened(tokens))
+            return sign_ste(y, self.reach).to(tokens.dtype)
 
     @torch.no_grad()
     def fit(
@@ -163,19 +130,6 @@ class Hasher(Described, nn.Module):
             _broadcast_state(self, group)
         return self
 
-    @torch.no_grad()
-    def quality(
-        self, tokens: Tensor, neighbours: int = 10, key_padding_mask: Tensor | None = None
-    ) -> HashQuality:
-        """Objective and recall of the codes on tokens (B, H, N, D), preferably not those of `fit`."""
-        with eval_mode(self):
-            codes, tokens, valid = self(tokens, key_padding_mask), _widened(tokens), None
-        if key_padding_mask is not None:
-            valid = ~key_padding_mask
-            tokens = tokens.masked_fill(key_padding_mask[:, None, :, None], 0)
-        self._check_finite(tokens)
-        return hash_quality(codes, tokens, neighbours, valid)
-
     @property
     def is_fitted(self) -> bool:
         """Whether the hash functions are what they should be: learned, or random by design."""
@@ -193,26 +147,25 @@ class Hasher(Described, nn.Module):
         return f"{sizes}, fitted={'meta' if self.fitted.is_meta else self.is_fitted}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Keep the hash functions in fp32 when the model goes to half precision: they are small and exact."""
+        """Keep the hash functions in fp32 in a half-precision model: rounded, they would give other codes.
+
+        Every way to move or cast a module ends here, and nothing else sees them all.
+        """
         was_meta = self.fitted.is_meta
 
         def keep_wide(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            halved = moved.dtype in (torch.float16, torch.bfloat16)
-            return tensor.to(moved.device) if halved and tensor.is_floating_point() else moved
+            return tensor.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
 
         super()._apply(keep_wide, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.fitted.is_meta:  # `to_empty`: the memory holds no hash functions yet
             self.reset_parameters()
         return self
 
-    def _is_plain(self, surrogate: Surrogate = "hardtanh") -> bool:
-        """Whether `forward` does nothing but take the sign of `project`, with this surrogate gradient."""
+    def _is_plain(self) -> bool:
+        """Whether a call does nothing but take the sign of `project`."""
         hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
-        if any(hooks) or _has_global_hooks() or "forward" in self.__dict__ or (self.soft and self.training):
-            return False
-        plain = (self.surrogate, self.sign_of_zero) == (surrogate, 1)
-        return plain and type(self).forward is Hasher.forward
+        return not any(hooks) and type(self).forward is Hasher.forward
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -266,16 +219,6 @@ def wide_dtype() -> torch.dtype:
     """The default dtype, or fp32 where that is half precision."""
     default = torch.get_default_dtype()
     return torch.float32 if default.itemsize < 4 else default
-
-
-def _has_global_hooks() -> bool:
-    """PyTorch has a function for this, but not yet in 2.6."""
-    return bool(
-        module._global_forward_hooks
-        or module._global_forward_pre_hooks
-        or module._global_backward_hooks
-        or module._global_backward_pre_hooks
-    )
 
 
 def _sorted_samples(tokens: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:

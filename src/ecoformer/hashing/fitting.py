@@ -160,51 +160,6 @@ class RefitHashers:
         return True
 
 
-class SoftStart:
-    """Callback for training loops: codes start soft and become exact signs.
-
-    Call `step` once after every optimiser step. In the first `steps` steps codes are tanh(y / T)
-    of the projections y, each over its root mean square, with T falling from 1 to 0 in equal steps;
-    afterwards they are signs. Evaluation always takes signs. Soft codes have exact gradients, which
-    helps where attention must single out tokens: see docs/choosing.md. Layers in eval mode take signs.
-
-    >>> soft = SoftStart(model, steps=0.7 * total_steps)
-    >>> for batch in loader:
-    ...     train_step(model, batch)
-    ...     soft.step()
-    """
-
-    def __init__(self, model: nn.Module, steps: float) -> None:
-        if not 0 <= steps < float("inf"):
-            raise ValueError(f"steps must be at least 0, got {steps}")
-        self.model, self.steps, self.done = model, round(steps), 0
-        if not hashers_of(model):
-            raise ValueError(f"{type(model).__name__} holds no hasher whose codes could be soft")
-        self.set(0)
-
-    def step(self) -> None:
-        """Count one step."""
-        self.set(self.done + 1)
-
-    def set(self, done: int) -> None:
-        """Continue after so many steps."""
-        self.done = done
-        left = 1 - done / self.steps if done < self.steps else 0.0
-        for hasher in hashers_of(self.model).values():
-            hasher.soft = left > 0
-            if hasher.temperature is None or hasher.temperature.device != hasher.fitted.device:
-                hasher.temperature = torch.ones((), device=hasher.fitted.device)
-            hasher.temperature.fill_(left)
-
-    def state_dict(self) -> dict[str, int]:
-        """For checkpoints."""
-        return {"done": self.done}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue where `state_dict` was taken."""
-        self.set(state["done"])
-
-
 def several_ranks() -> bool:
     """Whether there are other processes, which may learn the same."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

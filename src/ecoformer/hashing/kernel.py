@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ecoformer.arguments import shape
 from ecoformer.backends.hashing import HashFunctions, project, squared_distances, unit_length
 from ecoformer.hashing.base import Hasher, wide_dtype
-from ecoformer.hashing.pairs import CosineLabels, Labels, SparseLabels, find_pairs
+from ecoformer.hashing.pairs import SparseLabels, find_pairs
 from ecoformer.hashing.solver import FitOptions, learn_bits
 from ecoformer.operations import Counts, Operations, Product
 from ecoformer.randomness import forked
@@ -45,16 +45,14 @@ class KernelData(NamedTuple):
 class KernelHasher(Hasher):
     """H(Q) = sign(g(Q) A): zero-mean Gaussian kernels on m support samples, mixed by learned weights.
 
+    The kernel is exp(-d^2 / (2 sigma)); sigma is the mean squared distance of the tokens that `fit` saw.
+
     Args:
         num_heads: heads; each has its own hash functions.
         head_dim: D, channels of a head.
         bits: b, length of a code, 1 to 64.
         support: m, the number of support samples.
-        sigma: source of the kernel width in exp(-d^2 / (2 sigma)). "stored": the mean squared distance of the
-            tokens that `fit` saw. "input": that of each input sample, as in the released code; codes then
-            depend on the other tokens of the sample.
         trainable: makes A a parameter, trained by the task's gradient between fits.
-        kwargs: `surrogate` and `sign_of_zero` of `Hasher`.
     """
 
     _moves_support = True
@@ -70,18 +68,14 @@ class KernelHasher(Hasher):
         bits: int = 16,
         support: int = 25,
         *,
-        sigma: Literal["stored", "input"] = "stored",
         trainable: bool = False,
-        **kwargs: Any,
     ) -> None:
-        super().__init__(num_heads, head_dim, bits, **kwargs)
+        super().__init__(num_heads, head_dim, bits)
         if bits > MAX_BITS:
             raise ValueError(f"bits must be from 1 to {MAX_BITS}, got {bits}")
         if support < 1:
             raise ValueError(f"support must be at least 1, got {support}")
-        if sigma not in ("stored", "input"):
-            raise ValueError(f'sigma must be "stored" or "input", got {sigma!r}')
-        self.support, self.sigma_from, self.trainable = support, sigma, trainable
+        self.support, self.trainable = support, trainable
         dtype = wide_dtype()
         self.register_buffer("support_samples", torch.zeros(num_heads, support, head_dim, dtype=dtype))
         self.register_buffer("mean", torch.zeros(num_heads, support, dtype=dtype))
@@ -94,19 +88,9 @@ class KernelHasher(Hasher):
         # The global random state stays: `fit` replaces what is drawn here, other weights must not change.
         self.reset_parameters(forked())
 
-    @property
-    def token_wise(self) -> bool:
-        """Whether a token's code depends on that token alone."""
-        return self.sigma_from == "stored"
-
-    def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
+    def project(self, tokens: Tensor) -> Tensor:
         """g(Q) A, with a root mean square of about 1 on the tokens of `fit`."""
-        if self.sigma_from == "stored":
-            return project(tokens, self._functions())
-        dtype = tokens.dtype
-        distances = squared_distances(unit_length(tokens), self.support_samples.to(dtype))
-        kernel = torch.exp(-distances / (2 * _width(distances, valid)[..., None, None]))
-        return (kernel - self.mean.to(dtype).unsqueeze(-2)) @ self.weight.to(dtype)
+        return project(tokens, self._functions())
 
     def operations(self, batch: int, tokens: int) -> Operations:
         """Kernels on the support samples and products with A. The paper counts no squares of distances."""
@@ -118,8 +102,8 @@ class KernelHasher(Hasher):
         ]
 
     def functions(self) -> HashFunctions | None:
-        """Support samples, mean, widths and A, unless the widths come from the input."""
-        known = type(self).project is KernelHasher.project and self.sigma_from == "stored"
+        """Support samples, mean, widths and A."""
+        known = type(self).project is KernelHasher.project
         return self._functions() if known and self._is_plain() else None
 
     def _functions(self) -> HashFunctions:
@@ -146,12 +130,9 @@ class KernelHasher(Hasher):
             support = spread_support(unit, valid, support)
         distances = squared_distances(unit, support.unsqueeze(1))
         all_valid = None if valid is None else valid.reshape(1, -1)
-        mean_distance = _mean_distance(distances.flatten(1, 2), all_valid)
+        mean_distance = _mean_over_tokens(distances.flatten(1, 2), all_valid).mean(dim=-1)
         sigma = torch.where(mean_distance == 0, 1, mean_distance)
-        widths = sigma.view(-1, 1, 1, 1)
-        if self.sigma_from == "input":
-            widths = _width(distances.transpose(0, 1), valid).mT[..., None, None]
-        kernel = torch.exp(-distances / (2 * widths))
+        kernel = torch.exp(-distances / (2 * sigma.view(-1, 1, 1, 1)))
         mean = _mean_over_tokens(kernel.flatten(1, 2), all_valid)
         features = kernel - mean[:, None, None, :]
         if present is not None:
@@ -174,19 +155,10 @@ class KernelHasher(Hasher):
         self.mean.copy_(mean)
         self.weight.copy_(_unit_scale(weight, features, present))
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        if not (self.weight.is_meta or self.fitted or self.weight.any()):
-            self.reset_parameters()  # earlier versions saved zeros until they were fitted
-
     def _solve(self, data: KernelData, generator: torch.Generator, options: FitOptions) -> Tensor:
         """A (H, m, b)."""
-        labels: Labels
-        if options.target == "cosine":
-            labels = CosineLabels(data.unit, data.present)
-        else:
-            labels = SparseLabels(find_pairs(data.unit, options.pairs, data.present))
-        return learn_bits(data.features, labels, self.bits, options, generator, data.noise)
+        labels = SparseLabels(find_pairs(data.unit, options.pairs, data.present))
+        return learn_bits(data.features, labels, self.bits, options.steps, data.noise)
 
 
 class KlshHasher(KernelHasher):
@@ -248,21 +220,11 @@ def spread_support(unit: Tensor, valid: Tensor | None, support: Tensor) -> Tenso
 
 
 def _mean_over_tokens(x: Tensor, valid: Tensor | None) -> Tensor:
-    """Mean of (..., N, m) over tokens that are not padding; `valid` (B, N)."""
+    """Mean of (H, N, m) over tokens that are not padding; `valid` (1, N)."""
     if valid is None:
         return x.mean(dim=-2)
-    present = valid.unsqueeze(-1) if x.ndim == 3 else valid[:, None, :, None]
+    present = valid.unsqueeze(-1)
     return x.masked_fill(~present, 0).sum(dim=-2) / present.sum(dim=-2).clamp_min(1)
-
-
-def _mean_distance(distances: Tensor, valid: Tensor | None) -> Tensor:
-    return _mean_over_tokens(distances, valid).mean(dim=-1)
-
-
-def _width(distances: Tensor, valid: Tensor | None) -> Tensor:
-    """sigma (...): the mean of the squared distances (..., N, m), 1 where all are zero."""
-    mean = _mean_distance(distances, valid)
-    return torch.where(mean == 0, 1, mean)
 
 
 def _unit_scale(weight: Tensor, features: Tensor, present: Tensor | None) -> Tensor:

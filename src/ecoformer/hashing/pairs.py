@@ -6,7 +6,7 @@ Queries and keys are one projection of unit length here, so attention scores gro
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,30 +68,6 @@ def find_pairs(tokens: Tensor, l: int, valid: Tensor | None = None) -> Pairs:  #
     counts = (kept if valid is None else kept & valid.unsqueeze(-1)).to(unit.dtype)
     counts = counts.expand(*tokens.shape[:-1], width)
     return Pairs(similar, dissimilar, counts)
-
-
-class Labels(Protocol):
-    """The target of the codes' products, as a matrix that can only be multiplied with."""
-
-    def __matmul__(self, x: Tensor) -> Tensor:
-        """The matrix times x (..., N, p)."""
-
-
-class CosineLabels:
-    """Every pair's cosine, after subtracting the sample's mean token: a matrix of rank D, never formed."""
-
-    def __init__(self, unit: Tensor, valid: Tensor | None) -> None:
-        if valid is None:
-            self._tokens = unit - unit.mean(dim=-2, keepdim=True)
-            return
-        present = valid.unsqueeze(-1)
-        mean = unit.masked_fill(~present, 0).sum(dim=-2, keepdim=True)
-        mean = mean / present.sum(dim=-2, keepdim=True).clamp_min(1)
-        self._tokens = (unit - mean).masked_fill(~present, 0)
-
-    def __matmul__(self, x: Tensor) -> Tensor:
-        """The matrix times x (..., N, p)."""
-        return self._tokens @ (self._tokens.mT @ x)
 
 
 class SparseLabels:

@@ -35,15 +35,12 @@ class LshHasher(_DrawnHasher):
         head_dim: D, channels of a head.
         bits: b, the number of hyperplanes.
         seed: of the hyperplanes; None follows `torch.manual_seed`.
-        kwargs: `surrogate` and `sign_of_zero` of `Hasher`.
     """
 
     planes: Tensor
 
-    def __init__(
-        self, num_heads: int, head_dim: int, bits: int = 16, *, seed: int | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(num_heads, head_dim, bits, **kwargs)
+    def __init__(self, num_heads: int, head_dim: int, bits: int = 16, *, seed: int | None = None) -> None:
+        super().__init__(num_heads, head_dim, bits)
         self.register_buffer("planes", torch.zeros(num_heads, head_dim, bits, dtype=wide_dtype()))
         self.reset_parameters(seeded(seed))
 
@@ -55,7 +52,7 @@ class LshHasher(_DrawnHasher):
         """One product with each hyperplane."""
         return [Product(batch * tokens, self.head_dim, self.bits, self.num_heads, right="weight")]
 
-    def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
+    def project(self, tokens: Tensor) -> Tensor:
         """Products of the unit tokens with the hyperplanes' normals."""
         return project(tokens, Hyperplanes(self.planes))
 
@@ -76,7 +73,8 @@ class SignHasher(_DrawnHasher):
             Fourier features of the unit tokens, cos(w x + p): the paper's transformation of queries and
             keys, binarised.
         seed: of the random features; None follows `torch.manual_seed`.
-        kwargs: `surrogate` and `sign_of_zero` of `Hasher`.
+        reach: width of the gradient's window, relative to the root mean square of a token's features, see
+            `sign_ste`; None passes the gradient where they are at most 1.
     """
 
     frequencies: Tensor
@@ -90,10 +88,13 @@ class SignHasher(_DrawnHasher):
         *,
         features: Literal["channels", "fourier"] = "channels",
         seed: int | None = None,
-        **kwargs: Any,
+        reach: float | None = None,
     ) -> None:
         bits = head_dim if bits is None else bits
-        super().__init__(num_heads, head_dim, bits, **kwargs)
+        super().__init__(num_heads, head_dim, bits)
+        if reach is not None and not reach > 0:
+            raise ValueError(f"reach must be positive or None, got {reach}")
+        self.reach = reach
         if features not in ("channels", "fourier"):
             raise ValueError(f'features must be "channels" or "fourier", got {features!r}')
         if features == "channels" and bits > head_dim:
@@ -120,7 +121,7 @@ class SignHasher(_DrawnHasher):
         product = Product(rows, self.head_dim, self.bits, self.num_heads, right="weight")
         return [product] if self.features == "fourier" else []
 
-    def project(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
+    def project(self, tokens: Tensor) -> Tensor:
         """The features themselves."""
         if self.features == "channels":
             return tokens[..., : self.bits]
@@ -128,6 +129,6 @@ class SignHasher(_DrawnHasher):
         return math.sqrt(2) * torch.cos(angles)
 
     def functions(self) -> Signs | None:
-        """Signs of all channels, with the gradient that kernels have for them."""
-        known = type(self).project is SignHasher.project and self.features == "channels"
-        return Signs() if known and self.bits == self.head_dim and self._is_plain("scaled") else None
+        """Signs of all channels, if their gradient has the reach that kernels know."""
+        known = type(self).project is SignHasher.project and self.features == "channels" and self.reach == 1
+        return Signs() if known and self.bits == self.head_dim and self._is_plain() else None

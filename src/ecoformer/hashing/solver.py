@@ -7,13 +7,14 @@ h^T R h = b h^T Y h - sum_t (h^T h_t)^2.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args, get_type_hints
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ecoformer.hashing.pairs import Labels
+from ecoformer.hashing.pairs import SparseLabels
 
+_LEARNING_RATE, _MOMENTUM = 0.015, 0.9
 _ABOVE_NOISE = 10
 """A bit may depend only on features this many times larger than their rounding error."""
 
@@ -25,136 +26,85 @@ class FitOptions:
     Attributes:
         support: "kmeans" moves the random support samples to the centres of their neighbourhoods, which
             improves recall; "random" leaves them where they were drawn, as in the paper.
-        target: what products of codes should reproduce. "pairs", the paper's: +1 and -1 for the pairs with
-            the largest and smallest scores, 0 for all others. "cosine": every pair's cosine after subtracting
-            the sample's mean token; this searches no pairs, so fitting is linear in tokens.
         pairs: l, the number of similar and of dissimilar tokens of each token.
         steps: gradient steps per bit.
-        start: "spectral" starts each bit at the leading eigenvector of its relaxed problem (as kernel-based
-            supervised hashing does), "random" at Gaussian weights.
-        relaxation: what replaces sign(y) in the gradient. "hardtanh" is straight-through: the codes are exact
-            and the gradient passes where |y| <= 1. "sigmoid" replaces the codes themselves by
-            2 / (1 + e^-y) - 1, as the released code does.
-        lr: step size. With "hardtanh" the gradient has unit length and the step decays to zero.
-        momentum: Nesterov's momentum.
     """
 
     support: Literal["kmeans", "random"] = "kmeans"
-    target: Literal["pairs", "cosine"] = "pairs"
     pairs: int = 10
     steps: int = 100
-    start: Literal["spectral", "random"] = "spectral"
-    relaxation: Literal["hardtanh", "sigmoid"] = "hardtanh"
-    lr: float = 0.015
-    momentum: float = 0.9
 
     def __post_init__(self) -> None:
+        if self.support not in ("kmeans", "random"):
+            raise ValueError(f'FitOptions.support must be "kmeans" or "random", got {self.support!r}')
         for name, least in (("pairs", 1), ("steps", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"FitOptions.{name} must be at least {least}, got {getattr(self, name)}")
-        for name, annotation in get_type_hints(type(self)).items():
-            choices = get_args(annotation)
-            if choices and getattr(self, name) not in choices:
-                known = '" or "'.join(choices)
-                raise ValueError(f'FitOptions.{name} must be "{known}", got {getattr(self, name)!r}')
-
-    @classmethod
-    def released(cls) -> FitOptions:
-        """The settings of the authors' released code."""
-        return cls(support="random", start="random", relaxation="sigmoid", lr=5e-4)
 
 
-def learn_bits(
-    features: Tensor,
-    labels: Labels,
-    bits: int,
-    options: FitOptions,
-    generator: torch.Generator,
-    noise: Tensor | None = None,
-) -> Tensor:
+def learn_bits(features: Tensor, labels: SparseLabels, bits: int, steps: int, noise: Tensor) -> Tensor:
     """Weights A (H, m, b) from zero-mean kernel features (H, B, N, m); features of padding are zero.
 
-    `noise` (H,) is the rounding error of the features; by default that of numbers near 1.
+    Each bit starts at the leading eigenvector of its relaxed problem, as in kernel-based supervised hashing,
+    and takes `steps` gradient steps. `noise` (H,) is the rounding error of the features.
     """
-    return _Solver(features, labels, bits, options, generator, noise).solve()
+    return _Solver(features, labels, bits, steps, noise).solve()
 
 
 class _Solver:
     """Solves all heads together: a bit is (H, B, N), its weights are (H, m)."""
 
-    def __init__(
-        self,
-        features: Tensor,
-        labels: Labels,
-        bits: int,
-        options: FitOptions,
-        generator: torch.Generator,
-        noise: Tensor | None,
-    ) -> None:
-        self.labels, self.bits, self.options, self.generator = labels, bits, options, generator
+    def __init__(self, features: Tensor, labels: SparseLabels, bits: int, steps: int, noise: Tensor) -> None:
+        self.labels, self.bits, self.steps = labels, bits, steps
         self.sizes = features.shape[:3]
         self.present = (features != 0).any(dim=-1).to(features.dtype)
         self.tokens = self.present.sum(dim=(1, 2)).clamp_min(1)
         self.features = features.flatten(1, 2)
-        self.basis = None
-        if options.start == "spectral":
-            if noise is None:
-                noise = self.tokens.new_full(self.tokens.shape, torch.finfo(features.dtype).eps)
-            self.basis = _whitening(self.features, self.tokens, noise)
-            self.unused = (self.basis == 0).all(dim=-2)
-            self.features = self.features @ self.basis
+        self.basis = _whitening(self.features, self.tokens, noise)
+        self.unused = (self.basis == 0).all(dim=-2)
+        self.features = self.features @ self.basis
         self.covariance = self.features.mT @ self.features / self.tokens.view(-1, 1, 1)
         self.codes = features.new_zeros(*self.sizes, bits)
         self.weights = features.new_zeros(features.shape[0], features.shape[3], bits)
 
     def solve(self) -> Tensor:
         """Learn bit after bit; returns A."""
-        curvature = self._curvature() if self.options.start == "spectral" else None
+        curvature = self._curvature()
         for r in range(self.bits):
             others = self.codes[..., :r]
             best = self._descend(*self._choose_start(others, curvature), others)
             self.weights[..., r] = best
             self.codes[..., r] = self._bit(self._project(best))
-        return self.weights if self.basis is None else self.basis @ self.weights
+        return self.basis @ self.weights
 
-    def _choose_start(self, others: Tensor, curvature: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _choose_start(self, others: Tensor, curvature: Tensor) -> tuple[Tensor, Tensor]:
         """Weights (H, m) to start a bit from, and their discrete score (H,)."""
-        if curvature is None:
-            shape = self.weights.shape[:2]
-            draw = torch.randn(shape, generator=self.generator, dtype=torch.float64, device="cpu")
-            start = draw.to(self.weights)
-        else:
-            mixed = self._by_sample().mT @ others
-            relaxed = (curvature - (mixed @ mixed.mT).sum(dim=1)).double()
-            # If all other directions do harm, the unused ones, which do nothing, would seem the best.
-            last = 1 + 2 * relaxed.flatten(1).norm(dim=1, keepdim=True)
-            relaxed = relaxed - torch.diag_embed(torch.where(self.unused, last, 0))
-            start = torch.linalg.eigh(relaxed).eigenvectors[..., -1].to(self.weights)
+        mixed = self._by_sample().mT @ others
+        relaxed = (curvature - (mixed @ mixed.mT).sum(dim=1)).double()
+        # If all other directions do harm, the unused ones, which do nothing, would seem the best.
+        last = 1 + 2 * relaxed.flatten(1).norm(dim=1, keepdim=True)
+        relaxed = relaxed - torch.diag_embed(torch.where(self.unused, last, 0))
+        start = torch.linalg.eigh(relaxed).eigenvectors[..., -1].to(self.weights)
         bit = self._bit(self._project(start))
         return start, self._score(bit, self._pull(bit, others))
 
     def _descend(self, best: Tensor, score: Tensor, others: Tensor) -> Tensor:
-        """Gradient steps from the best weights so far; returns the best seen, never worse ones."""
-        straight_through = self.options.relaxation == "hardtanh"
+        """Gradient steps from the best weights so far; returns the best seen, never worse ones.
+
+        The gradient passes where |y| <= 1, as that of hard tanh. It has unit length, and the step decays.
+        """
         weights, velocity = best, torch.zeros_like(best)
-        for step in range(self.options.steps):
-            if straight_through:
-                weights = weights / self._root_mean_square(weights)
+        for step in range(self.steps):
+            weights = weights / self._root_mean_square(weights)
             y = self._project(weights)
-            if straight_through:
-                relaxed, slope = self._bit(y), y.abs() <= 1
-            else:
-                relaxed = (2 * torch.sigmoid(y) - 1) * self.present
-                slope = (1 - relaxed.square()) / 2
-            pull = self._pull(relaxed, others)
-            if straight_through:  # the codes are exact, so their score costs nothing extra
-                best, score = _where_higher(best, score, weights, self._score(relaxed, pull))
-            gradient = self._gradient(pull * slope)
-            if straight_through:
-                gradient = gradient / gradient.norm(dim=-1, keepdim=True).clamp_min(1e-30)
-                gradient = gradient * (1 - step / self.options.steps)
-            velocity = self.options.momentum * velocity + gradient
-            weights = weights + self.options.lr * (gradient + self.options.momentum * velocity)
+            bit = self._bit(y)
+            pull = self._pull(bit, others)
+            best, score = _where_higher(best, score, weights, self._score(bit, pull))
+            gradient = self._gradient(pull * (y.abs() <= 1))
+            gradient = gradient / gradient.norm(dim=-1, keepdim=True).clamp_min(1e-30)
+            gradient = gradient * (1 - step / self.steps)
+            velocity = _MOMENTUM * velocity + gradient
+            weights = weights + _LEARNING_RATE * (gradient + _MOMENTUM * velocity)
         bit = self._bit(self._project(weights))
         return _where_higher(best, score, weights, self._score(bit, self._pull(bit, others)))[0]
 
