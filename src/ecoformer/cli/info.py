@@ -88,7 +88,7 @@ def backend_error(
     hasher.fitted.fill_(True)  # no warning that hash functions are random
     q, v, weight = (torch.randn(*shape, device=device).to(dtype) for _ in range(3))
     for _ in range(50):  # no code and no gradient of a code may depend on rounding
-        y = hasher.project(q.float(), None).abs()
+        y = hasher.project(q.float()).abs()
         close = torch.minimum(y, (y - 1).abs()).amin(dim=-1) < 1e-4
         q[close] = torch.randn_like(q[close])
 
