@@ -6,7 +6,7 @@ residual sums and everything else that no module stands for are included.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
@@ -31,15 +31,17 @@ from ecoformer.accounting.operators import (
     written,
 )
 from ecoformer.attention import HashedAttention
-from ecoformer.backends import eager
 from ecoformer.conversion.layers import kind_of
 from ecoformer.operations import Counts
+from ecoformer.ops import eager
 from ecoformer.quantization.layers import HasGrids
 from ecoformer.running import eval_mode, run_on_meta, without_fast_path
 
 Row = tuple[str, str, Part, Counts]
 GROUP = 4
 """Bits of a group where an affinity has no groups: the paper's adds up bit by bit, so any cut will do."""
+PLAIN: dict[str, Callable[..., Any]] = {"hash_attention": eager.forward, "hash_tokens": eager.hash_forward}
+"""What our operators are in plain PyTorch."""
 
 
 @torch.no_grad()
@@ -180,7 +182,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if func.namespace == "ecoformer" and func._opname not in INTEGER_OPERATORS:
             with self._inside():
-                return getattr(eager, func._opname)(*args, **kwargs)
+                return PLAIN[func._opname](*args, **kwargs)
         if func is torch.ops.aten.scaled_dot_product_attention.default:
             return self.attention(*args, **kwargs)
         if _is_composite(func):
