@@ -22,6 +22,7 @@ enum { W = 16, TILE = 4, BLOCK = 4096, MAX_GROUPS = 64 };
 #else
 #define CLONES
 #endif
+#define UNROLL _Pragma("GCC unroll 4")
 #define SHAPE int groups, int size, int d
 #define SAME groups, size, d
 #define ROWS ((long)groups << size)
@@ -76,7 +77,7 @@ INLINE long row_of(uint64_t code, int g, int size) {
 
 INLINE void add_to(float *to, const float *y, float w, int d) {
     int c = 0;
-    for (; c + W <= d; c += W) *(vec *)(to + c) += w * *(const vec *)(y + c);
+    UNROLL for (; c + W <= d; c += W) *(vec *)(to + c) += w * *(const vec *)(y + c);
     for (; c < d; c++) to[c] += w * y[c];
 }
 
@@ -87,7 +88,7 @@ INLINE void scatter(const uint64_t *codes, const float *y, long stride, const fl
     for (long i = 0; i < n; i++, y += stride) {
         float w = weight ? weight[i] : 1;
         if (w == 0) continue;
-        for (int g = 0; g < groups; g++) {
+        UNROLL for (int g = 0; g < groups; g++) {
             long row = row_of(codes[i], g, size);
             add_to(table + row * LANES, y, w, d);
             counts[row] += count ? w * count[i] : w;
@@ -103,7 +104,7 @@ INLINE void gather(const uint64_t *codes, const float *table, const float *weigh
     for (long i = 0; i < n; i++, out += stride) {
         const float *from[MAX_GROUPS];
         float total = 0, scale = weight ? weight[i] : 1;
-        for (int g = 0; g < groups; g++) {
+        UNROLL for (int g = 0; g < groups; g++) {
             long row = row_of(codes[i], g, size);
             from[g] = table + row * LANES;
             total += counts[row];
@@ -113,9 +114,9 @@ INLINE void gather(const uint64_t *codes, const float *table, const float *weigh
             below[i] = total >= floor && floor > 0 ? total : -floor;
         }
         int c = 0;
-        for (; c + W <= d; c += W) {
+        UNROLL for (; c + W <= d; c += W) {
             vec sum = *(const vec *)(from[0] + c);
-            for (int g = 1; g < groups; g++) sum += *(const vec *)(from[g] + c);
+            UNROLL for (int g = 1; g < groups; g++) sum += *(const vec *)(from[g] + c);
             *(vec *)(out + c) = scale ? sum * scale : (vec){0};
         }
         for (; c < d; c++) {
@@ -157,14 +158,14 @@ INLINE void products(const float *y, long stride, const float *count, int n, con
 #define CHUNK(width)                                                                                                   \
     for (; r + width * W <= last; r += width * W) {                                                                    \
         vec sum[TILE][width];                                                                                          \
-        for (int i = 0; i < n; i++)                                                                                    \
-            for (int x = 0; x < width; x++)                                                                            \
+        UNROLL for (int i = 0; i < n; i++)                                                                             \
+            UNROLL for (int x = 0; x < width; x++)                                                                            \
                 sum[i][x] = (count ? count[i] : 1) * *(const vec *)(turned + d * rows + r + x * W);                    \
         for (int c = 0; c < d; c++)                                                                                    \
-            for (int i = 0; i < n; i++)                                                                                \
-                for (int x = 0; x < width; x++) sum[i][x] += y[i * stride + c] * *(const vec *)(turned + c * rows + r + x * W); \
-        for (int i = 0; i < n; i++)                                                                                    \
-            for (int x = 0; x < width; x++) *(vec *)(p + i * rows + r + x * W) = sum[i][x];                            \
+            UNROLL for (int i = 0; i < n; i++)                                                                         \
+                UNROLL for (int x = 0; x < width; x++) sum[i][x] += y[i * stride + c] * *(const vec *)(turned + c * rows + r + x * W); \
+        UNROLL for (int i = 0; i < n; i++)                                                                             \
+            UNROLL for (int x = 0; x < width; x++) *(vec *)(p + i * rows + r + x * W) = sum[i][x];                            \
     }
     CHUNK(4)
     CHUNK(1)
@@ -179,10 +180,10 @@ INLINE void products(const float *y, long stride, const float *count, int n, con
 // The gradient of one token's numbers, from products with all rows; returns the sum of those its code picks.
 INLINE float flips(uint64_t code, const float *y, float w, const float *p, float *grad, int add, int bits, int groups, int size) {
     float total = 0, differ[MAX_GROUPS + 8];
-    for (int g = 0; g < groups; g++) {
+    UNROLL for (int g = 0; g < groups; g++) {
         long row = row_of(code, g, size);
         total += p[row];
-        for (int r = 0; r < size; r++) differ[g * size + r] = p[row] - p[row ^ (1l << r)];
+        UNROLL for (int r = 0; r < size; r++) differ[g * size + r] = p[row] - p[row ^ (1l << r)];
     }
     if (!grad) return total;
     int b = 0;
@@ -670,7 +671,7 @@ INLINE void hash_gradients(Hash *h, long row, float *dweight, int support, int d
 
 // ---- Threads -----------------------------------------------------------------------------------------------
 
-INLINE void work(Call *c, float *scratch, SHAPE) {
+INLINE void work(Call *c, int every, float *scratch, SHAPE) {
     long items = c->rows * c->pieces, passes = c->pieces > 1 ? 2 : 1;
     for (;;) {
         long item = __atomic_fetch_add(&c->taken, 1, __ATOMIC_RELAXED);
@@ -683,7 +684,7 @@ INLINE void work(Call *c, float *scratch, SHAPE) {
         long first[2] = {c->nq * piece / c->pieces, c->nk * piece / c->pieces};
         long last[2] = {c->nq * (piece + 1) / c->pieces, c->nk * (piece + 1) / c->pieces};
         Row r = row_at(c, row, SAME);
-        if (c->task == (CAUSAL | BACKWARD)) causal_backward(c, pass, &r, piece, first[1], last[1], scratch, SAME);
+        if (every && c->task == (CAUSAL | BACKWARD)) causal_backward(c, pass, &r, piece, first[1], last[1], scratch, SAME);
         else if (c->task == CAUSAL) causal(c, pass, &r, piece, first[1], last[1], scratch, SAME);
         else if (c->task == BACKWARD) backward(c, pass, &r, piece, first, last, scratch, SAME);
         else forward(c, pass, &r, piece, first, last, scratch, SAME);
@@ -696,9 +697,11 @@ CLONES void ecoformer_work(void *data) {
     int groups = (int)c->groups, size = (int)c->size, d = (int)c->d;
     size_t floats = 3 * TABLE + 2 * (d + 1) * ROWS + (TILE + 2) * ROWS + LANES + (size_t)SPAN * d;
     float *scratch = aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
-    if (groups == 4 && size == 4 && d == 32) work(c, scratch, 4, 4, 32);
-    else if (groups == 4 && size == 4 && d == 64) work(c, scratch, 4, 4, 64);
-    else work(c, scratch, SAME);
+    // Fewer copies compile sooner: the last task gains little from constants.
+    int common = groups == 4 && size == 4 && c->task != (CAUSAL | BACKWARD);
+    if (common && d == 32) work(c, 0, scratch, 4, 4, 32);
+    else if (common) work(c, 0, scratch, 4, 4, d);
+    else work(c, 1, scratch, SAME);
     free(scratch);
 }
 

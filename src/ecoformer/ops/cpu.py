@@ -1,4 +1,4 @@
-"""Kernels in C (`cpu.c`), on PyTorch's own threads."""
+"""Kernels in C (`cpu.c`), in fp32, on PyTorch's own threads; other dtypes are converted."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import os
 from array import array
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from ecoformer.ops.eager import NEGATIVE, Gradients, to_affinity
 
 LITTLE = 300_000
 """Numbers of a call that one thread computes before others could have started."""
-_WHOLE = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_BACKWARD, _CAUSAL = 1, 2
+_LANES = 16
 _forked = False
-BACKWARD, CAUSAL = 1, 2
 
 
 def _forget_threads() -> None:
@@ -32,27 +33,33 @@ if hasattr(os, "register_at_fork"):
 
 
 @cache
-def _library() -> tuple[Any, Any] | str:
-    """The compiled function and OpenMP's, which runs a C function on PyTorch's threads; or what is missing."""
+def library() -> Any:
+    """The compiled kernels; None where they were not built."""
     try:
-        library = ctypes.CDLL("/tmp/libcpu.so")
-    except OSError as error:
-        return f"its kernels were not built: {error}"
-    run, hash_ = library.ecoformer_run, library.ecoformer_hash
-    run.argtypes = hash_.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    try:
-        parallel = ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p)
-    except AttributeError:
-        parallel = None
-    return run, parallel, hash_
+        return ctypes.CDLL(str(Path(__file__).with_name("_cpu.so")))
+    except OSError:
+        return None
 
 
 def unavailable(device: torch.device) -> str | None:
     """Why the kernels cannot run on this device."""
-    library = _library()
-    if isinstance(library, str):
-        return library
-    return None if device.type == "cpu" else f"it is for the CPU, not for {device}"
+    if device.type != "cpu":
+        return f"they are for the CPU, not for {device}"
+    if library() is None:
+        return "they were not built: install a C compiler, then ecoformer again"
+    return None
+
+
+def call(function: str, *numbers: int) -> int:
+    """Call a C function with these numbers and addresses, and OpenMP's, which runs it on PyTorch's threads."""
+    given = array("q", numbers)
+    result: int = getattr(library(), function)(ctypes.c_void_p(given.buffer_info()[0]), _parallel())
+    return result
+
+
+def threads(numbers: int) -> int:
+    """How many threads to share so much work: little work runs on one."""
+    return 1 if _forked or numbers < LITTLE else torch.get_num_threads()
 
 
 def forward(
@@ -70,7 +77,8 @@ def forward(
     out = torch.empty(batch, n, heads, d).transpose(1, 2)
     own = torch.empty(batch, heads, f.shape[1] << group_size(f), d + 1)
     below = torch.empty(batch, heads, n)
-    _run(CAUSAL if is_causal else 0, q, k, v, f, weight, state, bits, out=out, own=own, below=below)
+    given = (q, k, v, f, weight, state)
+    _run(_CAUSAL if is_causal else 0, given, bits, {"out": out, "own": own, "below": below})
     return out.to(v.dtype), own, below
 
 
@@ -90,145 +98,25 @@ def backward(
     is_causal: bool,
 ) -> Gradients:
     """As `eager.backward`."""
-    new = {"dv": torch.empty(v.shape)}
-    if q.is_floating_point():
-        new["dq"] = torch.empty(q.shape)
-    if k is not None and k.is_floating_point():
-        new["dk"] = torch.empty(k.shape)
+    wanted = {"dq": q, "dk": k, "dv": v, "dstate": state}
+    new = {n: torch.empty(x.shape) for n, x in wanted.items() if x is not None and x.is_floating_point()}
     if weight is not None:
         new["dw"] = torch.empty(v.shape[:3])
-    if state is not None:
-        new["dstate"] = torch.empty(state.shape)
-    df = _run(
-        (CAUSAL if is_causal else 0) | BACKWARD,
-        q,
-        k,
-        v,
-        f,
-        weight,
-        state,
-        bits,
-        grad=grad,
-        grad_own=grad_own,
-        out=out,
-        own=own,
-        below=below,
-        df=True,
-        **new,
-    )
-    given = {"dq": q, "dk": k, "dv": v, "dw": weight, "dstate": state}
-    for name, x in given.items():
-        if name in new and name != "dw":
-            new[name] = new[name].to(x.dtype)
-    if weight is not None:
-        new["dw"] = new["dw"].sum_to_size(weight.shape).to(weight.dtype)
-    return new.get("dq"), new.get("dk"), new["dv"], df, new.get("dw"), new.get("dstate")
-
-
-def _run(task, q, k, v, f, weight, state, bits, *, df=None, **more):
-    def plain(x):
-        if x is None:
-            return None
-        x = x.to(torch.int64) if x.dtype in _WHOLE else x.float()
-        return x if x.stride(-1) == 1 or x.shape[-1] <= 1 or x.dtype == torch.int64 else x.contiguous()
-
-    q, k, v, weight, f = plain(q), plain(k), plain(v), plain(weight), f.float().contiguous()
-    for name in ("grad", "out"):
-        if name in more:
-            more[name] = plain(more[name])
-    state = None if state is None else state.float().contiguous()
-    for name in ("own", "grad_own"):
-        if more.get(name) is not None:
-            more[name] = more[name].float().contiguous()
-    (batch, heads, nk, d), nq = v.shape, q.shape[2]
-    groups, size = f.shape[1], group_size(f)
-    rows = batch * heads
-    threads = (
-        1
-        if _forked or rows * max(nq, nk) * d * (3 if task & BACKWARD else 1) < LITTLE
-        else torch.get_num_threads()
-    )
-    pieces = threads if rows < 4 * threads and rows % threads else 1
-    table = (groups << size) * (-(-d // 16) * 16) + -(-(groups << size) // 16) * 16
-    partial = torch.empty(rows * 2 * pieces * table) if pieces > 1 or task & BACKWARD else None
-    square = groups << 2 * size
-    mixing = torch.empty(f.shape[0] * (square + 1))
-    pairs = None
-    if df:
-        pairs = (torch.zeros if pieces > 1 and not task & CAUSAL else torch.empty)(
-            batch, heads, pieces, groups, 1 << size, 1 << size
-        )
-    packed_q, packed_k = q.dtype == torch.int64, k is not None and k.dtype == torch.int64
-    at = lambda x: 0 if x is None else x.data_ptr()
-    get = more.get
-    strides = lambda x: (0, 0, 0) if x is None else x.stride()[:3]
-    call = array(
-        "q",
-        (
-            task,
-            heads,
-            rows,
-            nq,
-            nk,
-            bits,
-            groups,
-            size,
-            d,
-            f.shape[0],
-            f.ndim == 4,
-            pieces,
-            threads,
-            0 if packed_q else at(q),
-            0 if packed_k else at(k),
-            at(v),
-            at(f),
-            at(weight),
-            at(q) if packed_q else 0,
-            at(k) if packed_k else 0,
-            at(state),
-            at(get("grad")),
-            at(get("grad_own")),
-            at(get("out")),
-            at(get("own")),
-            at(get("below")),
-            at(get("dq")),
-            at(get("dk")),
-            at(get("dv")),
-            at(pairs),
-            at(get("dw")),
-            at(get("dstate")),
-            *strides(q),
-            *strides(k),
-            *strides(v),
-            *strides(get("out")),
-            *strides(get("grad")),
-            *(
-                (0, 0)
-                if weight is None
-                else (weight.stride(0), 0 if weight.shape[1] == 1 else weight.stride(1))
-            ),
-            at(partial),
-            at(mixing),
-            0,
-            0,
-        ),
-    )
-    run, parallel, _ = _library()
-    if run(call.buffer_info()[0], parallel):
-        raise ValueError(NEGATIVE.format(tuple(f.shape)))
-    if df:
-        return to_affinity(pairs.sum((0, 2)), f)
-    return None
+    more = {"grad": _plain(grad), "grad_own": grad_own, "out": _plain(out), "own": own, "below": below}
+    given = (q, k, v, f, weight, state)
+    pairs = _run(_BACKWARD | (_CAUSAL if is_causal else 0), given, bits, more | new)
+    found = {n: x.to(wanted[n].dtype) for n, x in new.items() if n != "dw"}  # type: ignore[union-attr]
+    dw = None if weight is None else new["dw"].sum_to_size(weight.shape).to(weight.dtype)
+    return found.get("dq"), found.get("dk"), found["dv"], to_affinity(pairs, f), dw, found.get("dstate")
 
 
 def hash_forward(
     x: Tensor, support: Tensor, mean: Tensor, sigma: Tensor, weight: Tensor, packed: bool
 ) -> Tensor:
     """As `eager.hash_forward`."""
-    out = (
-        torch.empty(x.shape[:3], dtype=torch.int64) if packed else torch.empty(*x.shape[:3], weight.shape[2])
-    )
-    _hash(x, support, mean, sigma, weight, **{"codes" if packed else "y": out})
+    codes = x.shape[:3] if packed else (*x.shape[:3], weight.shape[2])
+    out = torch.empty(codes, dtype=torch.int64 if packed else torch.float32)
+    _hash(x, (support, mean, sigma, weight), **{"codes" if packed else "y": out})
     return out
 
 
@@ -237,43 +125,78 @@ def hash_backward(
 ) -> tuple[Tensor, Tensor]:
     """As `eager.hash_backward`."""
     dx, dweight = torch.empty(x.shape), torch.zeros(x.shape[0], *weight.shape)
-    _hash(x, support, mean, sigma, weight, grad=grad.float().contiguous(), dx=dx, dweight=dweight)
+    grad = grad.float().contiguous()
+    _hash(x, (support, mean, sigma, weight), grad=grad, dx=dx, dweight=dweight)
     return dx.to(x.dtype), dweight.sum(0).to(weight.dtype)
 
 
-def _hash(x, support, mean, sigma, weight, **more):
+@cache
+def _parallel() -> ctypes.c_void_p | None:
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p)
+    except (AttributeError, OSError):
+        return None
+
+
+def _run(task: int, given: tuple[Tensor | None, ...], bits: int, more: dict[str, Tensor | None]) -> Tensor:
+    """Fill what `more` holds; in the backward, returns the gradient of pairs of a group's values."""
+    q, k, v, weight = (None if x is None else _plain(x) for x in (*given[:3], given[4]))
+    assert q is not None and v is not None and given[3] is not None  # noqa: S101
+    f, state = given[3].float().contiguous(), given[5]
+    state = None if state is None else state.float().contiguous()
+    more = {name: _plain(x) if name == "grad_own" and x is not None else x for name, x in more.items()}
+    (batch, heads, nk, d), nq, (groups, size) = v.shape, q.shape[2], (f.shape[1], group_size(f))
+    rows, values = batch * heads, 1 << size
+    members = threads(rows * max(nq, nk) * d * (3 if task & _BACKWARD else 1))
+    pieces = members if rows < 4 * members and rows % members else 1
+    table = groups * values * -(-d // _LANES) * _LANES + -(-groups * values // _LANES) * _LANES
+    partial = torch.empty(rows * 2 * pieces * table if pieces > 1 or task & _BACKWARD else 0)
+    mixing = torch.empty(f.shape[0] * (groups * values * values + 1))
+    # In full order the first piece of a row knows the sums of all.
+    pairs = torch.zeros(batch, heads, pieces if task & _BACKWARD else 0, groups, values, values)
+    packed = [x is not None and not x.is_floating_point() for x in (q, k)]
+    outputs = ("out", "own", "below", "dq", "dk", "dv")
+    refused = call(
+        "ecoformer_run",
+        *(task, heads, rows, nq, nk, bits, groups, size, d, f.shape[0], f.ndim == 4, pieces, members),
+        *(0 if p else _at(x) for x, p in zip((q, k), packed, strict=True)),
+        *(_at(x) for x in (v, f, weight)),
+        *(_at(x) if p else 0 for x, p in zip((q, k), packed, strict=True)),
+        *(_at(x) for x in (state, more.get("grad"), more.get("grad_own"))),
+        *(_at(more.get(name)) for name in outputs),
+        *(_at(x) for x in (pairs if pairs.numel() else None, more.get("dw"), more.get("dstate"))),
+        *(step for x in (q, k, v, more["out"], more.get("grad")) for step in _steps(x, 3)),
+        *((0, 0) if weight is None else (weight.stride(0), weight.stride(1) * (weight.shape[1] > 1))),
+        *(_at(partial), _at(mixing), 0, 0),
+    )
+    if refused:
+        raise ValueError(NEGATIVE.format(tuple(f.shape)))
+    return pairs.sum((0, 2))
+
+
+def _hash(x: Tensor, functions: tuple[Tensor, ...], **more: Tensor) -> None:
+    x, functions = _plain(x), tuple(p.float().contiguous() for p in functions)
+    (batch, heads, n, d), (samples, bits) = x.shape, functions[3].shape[1:]
+    members = threads(batch * heads * n * (d + bits) * samples // 20)
+    call(
+        "ecoformer_hash",
+        *(heads, batch * heads, n, d, samples, bits, members, _at(x), *map(_at, functions)),
+        *(_at(more.get(name)) for name in ("grad", "y", "dx", "dweight", "codes")),
+        *(*_steps(x, 3), 0, 0, 0, 0),
+    )
+
+
+def _plain(x: Tensor) -> Tensor:
+    """fp32 with its last dimension side by side; packed codes as int64."""
+    if not x.is_floating_point():
+        return x.to(torch.int64)
     x = x.float()
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    (batch, heads, n, d), (samples, bits) = x.shape, weight.shape[1:]
-    functions = [t.float().contiguous() for t in (support, mean, sigma, weight)]
-    threads = (
-        1 if _forked or batch * heads * n * (d + bits) * samples < 20 * LITTLE else torch.get_num_threads()
-    )
-    pointers = [t.data_ptr() for t in functions]
-    outputs = [
-        0 if more.get(name) is None else more[name].data_ptr()
-        for name in ("grad", "y", "dx", "dweight", "codes")
-    ]
-    call = array(
-        "q",
-        (
-            heads,
-            batch * heads,
-            n,
-            d,
-            samples,
-            bits,
-            threads,
-            x.data_ptr(),
-            *pointers,
-            *outputs,
-            *x.stride()[:3],
-            0,
-            0,
-            0,
-            0,
-        ),
-    )
-    _, parallel, hash_ = _library()
-    hash_(call.buffer_info()[0], parallel)
+    return x if x.stride(-1) == 1 or x.ndim < 2 else x.contiguous()
+
+
+def _at(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _steps(x: Tensor | None, count: int) -> tuple[int, ...]:
+    return (0,) * count if x is None else x.stride()[:count]

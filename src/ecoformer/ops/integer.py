@@ -6,9 +6,6 @@ are int32, exact in any order; key weights are shifts; a query takes one recipro
 
 from __future__ import annotations
 
-import ctypes
-from array import array
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +16,6 @@ from ecoformer.ops import cpu
 from ecoformer.ops.eager import pack_codes
 from ecoformer.ops.hash_attention import _wanted
 
-LIBRARY = "/tmp/libinteger.so"
 LEVELS = 1 << 31
 """What the largest levels of all groups of a head add up to, at most."""
 WEIGHT_BITS = 24
@@ -163,8 +159,8 @@ def _packed(sums: Tensor, least: Tensor, bits: int) -> Tensor:
         return pack_codes((sums >= least).unflatten(1, (-1, bits)).to(torch.int8) - 1)
     sums = sums if sums.stride(1) == 1 else sums.contiguous()
     out, least = _empty_codes(sums, least, bits), least.contiguous()
-    numbers = [len(sums), out.shape[1], bits, sums.stride(0), _threads(sums.numel())]
-    _run("ecoformer_pack_signs", [*numbers, sums.data_ptr(), least.data_ptr(), out.data_ptr(), 0])
+    numbers = [len(sums), out.shape[1], bits, sums.stride(0), cpu.threads(sums.numel())]
+    cpu.call("ecoformer_pack_signs", *numbers, sums.data_ptr(), least.data_ptr(), out.data_ptr(), 0)
     return out
 
 
@@ -182,25 +178,8 @@ def _empty_codes(sums: Tensor, least: Tensor, bits: int) -> Tensor:
 # ---- In C --------------------------------------------------------------------------------------------------
 
 
-@cache
-def _library() -> Any:
-    try:
-        return ctypes.CDLL(LIBRARY)
-    except OSError:
-        return None
-
-
 def _runs_in_c(x: Tensor) -> bool:
-    return _wanted.get() in (None, "cpu") and cpu.unavailable(x.device) is None and _library() is not None
-
-
-def _threads(numbers: int) -> int:
-    return 1 if cpu._forked or numbers < cpu.LITTLE else torch.get_num_threads()
-
-
-def _run(name: str, numbers: list[int]) -> int:
-    call = array("q", numbers)
-    return getattr(_library(), name)(ctypes.c_void_p(call.buffer_info()[0]), cpu._library()[1])
+    return _wanted.get() in (None, "cpu") and cpu.unavailable(x.device) is None
 
 
 def _in_c(
@@ -209,7 +188,7 @@ def _in_c(
     v = v if v.stride(3) == 1 else v.contiguous()
     levels, multiplier = levels.contiguous(), multiplier.contiguous()
     (batch, heads, nk, d), nq, (groups, size) = v.shape, q.shape[2], (levels.shape[1], levels.shape[2] - 1)
-    rows, threads = batch * heads, _threads(batch * heads * max(nq, k.shape[2]) * d)
+    rows, threads = batch * heads, cpu.threads(batch * heads * max(nq, k.shape[2]) * d)
     pieces = threads if rows < 4 * threads and rows % threads else 1
     table = (groups << size) * (-(-d // 32) * 32) + -(-(groups << size) // 16) * 16
     partial = torch.empty(rows * pieces * table if pieces > 1 else 0, dtype=torch.int32)
@@ -218,10 +197,8 @@ def _in_c(
     strides += [0] * 3 if exponent is None else exponent.stride()
     strides += [0] * 2 if mask is None else mask.stride()
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
-    return _run(
-        "ecoformer_integer_attention",
-        [heads, rows, nq, nk, groups, size, d, pieces, threads, *addresses, *strides, 0, 0],
-    )
+    numbers = (heads, rows, nq, nk, groups, size, d, pieces, threads)
+    return cpu.call("ecoformer_integer_attention", *numbers, *addresses, *strides, 0, 0)
 
 
 # ---- In plain PyTorch --------------------------------------------------------------------------------------
