@@ -109,20 +109,3 @@ def ground_truth() -> Callable[..., Tensor]:
         return reference.hash_attention(q.double(), k.double(), v.double(), key_padding_mask, **options)
 
     return truth
-
-
-@pytest.fixture
-def backend_variable(monkeypatch):
-    """Set ECOFORMER_BACKEND, unset at first: it is read once in a process, so forget what was read."""
-    from ecoformer.backends import choice
-
-    def set_to(name):
-        if name is None:
-            monkeypatch.delenv(choice.VARIABLE, raising=False)
-        else:
-            monkeypatch.setenv(choice.VARIABLE, name)
-        choice.default_backend.cache_clear()
-
-    set_to(None)
-    yield set_to
-    choice.default_backend.cache_clear()
