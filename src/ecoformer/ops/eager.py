@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ecoformer.affinity import distances, group_size, least, mixing
+from ecoformer.affinity import distances, group_size, mixing
 
 FLOOR = 2.0**-30
 """Denominators are at least this share of what they were if every key had the mean affinity of all codes."""
@@ -34,8 +34,6 @@ def forward(
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output, the state of these keys alone, and each query's denominator; see `hash_attention`."""
-    if f.device.type == "cpu" and not bool((least(f, bits) >= 0).all()):
-        raise ValueError(NEGATIVE.format(tuple(f.shape)))
     y, zq, zk, m = _prepare(q, k, v, f, weight, bits)
     own = zk.mT @ y
     if is_causal:

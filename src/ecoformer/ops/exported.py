@@ -114,7 +114,7 @@ def _features(y: Tensor, bits: int, size: int, columns: bool = False) -> Tensor:
     if size > bits:
         found = F.pad(ones, (0, 1), value=1.0)
         return found.mT if columns else found
-    weight, bias = (ones.new_tensor(x) for x in _agreement(bits, size))
+    weight, bias = _agreement(bits, size, ones.device)
     tokens = ones.flatten(0, 2)
     if columns:
         found = F.relu(torch.addmm(bias.unsqueeze(-1), weight.mT, tokens.mT))
@@ -122,17 +122,13 @@ def _features(y: Tensor, bits: int, size: int, columns: bool = False) -> Tensor:
     return F.relu(torch.addmm(bias, tokens, weight)).view(*ones.shape[:3], -1)
 
 
-def _agreement(bits: int, size: int) -> tuple[list[list[int]], list[int]]:
-    """Weights (b, G * 2^s) and bias (G * 2^s) that give 1 where a group has a value, and at most 0 elsewhere.
-
-    In plain numbers, so that they are constants of the graph.
-    """
-    values = [(group, value) for group in range(-(-bits // size)) for value in range(1 << size)]
-    weight = [
-        [(2 * (value >> r % size & 1) - 1) * (r // size == group) for group, value in values]
-        for r in range(bits)
-    ]
-    return weight, [1 - value.bit_count() for _, value in values]
+def _agreement(bits: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Weights (b, G * 2^s) and bias (G * 2^s) that give 1 where a group has a value, and at most 0 elsewhere."""
+    row = torch.arange(-(-bits // size) << size, device=device)
+    bit = torch.arange(bits, device=device).unsqueeze(-1)
+    sign = 2 * (row >> bit % size & 1) - 1
+    weight = torch.where(row >> size == bit // size, sign, 0).float()
+    return weight, 1 - weight.clamp_min(0).sum(0)
 
 
 def _mixed(m: Tensor, state: Tensor) -> Tensor:
@@ -142,5 +138,7 @@ def _mixed(m: Tensor, state: Tensor) -> Tensor:
 
 def _paper(bits: int, like: Tensor) -> Tensor:
     """(b + 1, b + 1): what pairs of bits count in c + (2 x - 1) . (2 y - 1)."""
-    counts = [[4.0 * (row == column) for column in range(bits)] + [-2.0] for row in range(bits)]
-    return like.new_tensor([*counts, [-2.0] * bits + [float((1 << bits.bit_length()) + bits)]])
+    ends = torch.full((bits, 1), -2.0, device=like.device)
+    corner = torch.full((1, 1), float((1 << bits.bit_length()) + bits), device=like.device)
+    top = torch.cat([4 * torch.eye(bits, device=like.device), ends], dim=1)
+    return torch.cat([top, torch.cat([ends.mT, corner], dim=1)])

@@ -144,10 +144,13 @@ _library.define(
 
 @torch.library.impl(_library, "hash_attention", "CompositeExplicitAutograd")
 def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    with eager.full_precision(given[2].device):
-        found: tuple[Tensor, Tensor, Tensor] = kernels_for(given[2], given[6], "forward")(
-            *_with_affinity(given, 3)
-        )
+    f, v, bits = given[3], given[2], given[6]
+    forward = kernels_for(v, bits, "forward")
+    if forward is eager.forward and f is not None and f.device.type == "cpu":  # kernels see it themselves
+        if not bool((affinities.least(f, bits) >= 0).all()):
+            raise ValueError(eager.NEGATIVE.format(tuple(f.shape)))
+    with eager.full_precision(v.device):
+        found: tuple[Tensor, Tensor, Tensor] = forward(*_with_affinity(given, 3))
     return found
 
 
