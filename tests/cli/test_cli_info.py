@@ -31,19 +31,6 @@ def info(run):
     return command
 
 
-@pytest.fixture
-def refused(run, tmp_path):
-    def command(*arguments, words):
-        done = run("info", *arguments)
-        assert (done.status, done.out) == (2, "")
-        assert re.fullmatch(r"ecoformer: [^\n]+\n", done.err)
-        for word in words:
-            assert word in done.err
-        return done.err
-
-    return command
-
-
 def pyramid(**kwargs):
     torch.manual_seed(0)
     config = {"bits": 4, "support": 3}
@@ -146,39 +133,3 @@ runpy.run_module("ecoformer", run_name="__main__")
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["mechanisms"] == ecoformer.list_attentions()
-
-
-class TestCheck:
-    """`--check`: fused backends against the reference, on this machine."""
-
-    @pytest.fixture(autouse=True)
-    def small(self, monkeypatch):
-        pytest.importorskip("numba")
-        monkeypatch.setattr(sys.modules["ecoformer.cli.info"], "CHECKS", (((1, 2, 40, 16), 9, False),))
-
-    def test_right_backends(self, run):
-        done = run("info", "--check", "--json")
-        rows = json.loads(done.out)
-        assert done.status == 0
-        assert [(row["backend"], row["dtype"]) for row in rows] == [("cpu", "float32"), ("cpu", "bfloat16")]
-        assert all(0 < row["error"] < 5e-2 and row["result"] == "right" for row in rows)
-        assert "right" in run("info", "--check").out
-
-    def test_a_wrong_backend_ends_with_status_one(self, run, monkeypatch):
-        from ecoformer.backends import cpu
-
-        right = cpu.forward
-        monkeypatch.setattr(
-            cpu, "forward", lambda call, keep: (right(call, keep=keep)[0] * 1.1, right(call, keep=keep)[1])
-        )
-        done = run("info", "--check")
-        assert done.status == 1
-        assert "wrong" in done.out
-
-    def test_a_machine_without_fused_backends(self, run, monkeypatch):
-        monkeypatch.setattr(sys.modules["ecoformer.cli.info"], "available", lambda device: ["eager"])
-        done = run("info", "--check")
-        assert (done.status, done.out[:27]) == (0, "no fused backend can run he")
-
-    def test_it_is_not_about_a_model(self, refused):
-        refused("pvt_v2_b0", "--check", words=["--check"])

@@ -4,108 +4,38 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import warnings
-from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor, nn
+from torch import nn
 
-from ecoformer import __version__, reference
-from ecoformer.arguments import one_line
+from ecoformer import __version__
 from ecoformer.attention import list_attentions
 from ecoformer.backends.choice import PREFERRED, VARIABLE, available, default_backend, why_not_on
 from ecoformer.cli.common import MODEL_HELP, AsJson, print_json, print_table, say
 from ecoformer.cli.sources import open_model
 from ecoformer.conversion.layers import Found, find_layers
-from ecoformer.functional import eco_attention
-from ecoformer.hashing import KernelHasher
 from ecoformer.quantization import IntegerAttention, integer_layers
 
-CHECKS = (((2, 5, 196, 64), 16, False), ((1, 1, 3136, 32), 16, False), ((2, 2, 700, 96), 8, True))
-"""Shape, bits and causal order of the calls that `--check` makes."""
-BOUNDS = {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Largest relative errors."""
 PACKAGES = ("torch", "timm", "torchvision", "transformers", "safetensors", "accelerate", "triton", "numba")
 
 
 def info(
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Compare the fused backends with the reference on this machine.")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Versions and backends, or the attention layers of MODEL.
 
     Example: `ecoformer info ecoformer_pvt_v2_b0`
     """
-    if check:
-        if model is not None:
-            raise ValueError("--check tests this machine: leave the model out")
-        _check(as_json)
-    elif model is None:
+    if model is None:
         facts = {"versions": versions(), "backends": backends(), "mechanisms": list_attentions()}
         print_json(facts) if as_json else _show_machine(facts)
     else:
         source = open_model(model)
         facts = {"model": source.what} | describe(source.model)
         print_json(facts) if as_json else _show_model(facts)
-
-
-def _check(as_json: bool) -> None:
-    """Compare the fused backends with the reference; the exit status is 1 if one is wrong."""
-    rows = []
-    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        for name in available(device)[:-1]:  # the last is eager
-            for shape, bits, is_causal in CHECKS:
-                for dtype in BOUNDS if device == "cuda" else (torch.float32, torch.bfloat16):
-                    about = {"backend": name, "shape": list(shape), "bits": bits, "causal": is_causal}
-                    try:
-                        error = backend_error(name, torch.device(device), shape, bits, is_causal, dtype)
-                        result = "right" if error <= BOUNDS[dtype] else "wrong"
-                    except Exception as problem:
-                        error, result = None, f"failed: {one_line(problem, 200)}"
-                    facts = {"dtype": str(dtype).removeprefix("torch."), "error": error, "result": result}
-                    rows.append(about | facts)
-    if as_json:
-        print_json(rows)
-    elif not rows:
-        typer.echo("no fused backend can run here (`ecoformer info` says why); eager needs no check")
-    else:
-        print_table(list(rows[0]), ({**row, "error": f"{row['error'] or 0:.0e}"} for row in rows), [])
-    if any(row["result"] != "right" for row in rows):
-        raise typer.Exit(1)
-
-
-def backend_error(
-    name: str, device: torch.device, shape: Sequence[int], bits: int, is_causal: bool, dtype: torch.dtype
-) -> float:
-    """The largest relative error of output and gradients of a backend against the reference in fp64."""
-    torch.manual_seed(0)
-    hasher = KernelHasher(shape[1], shape[3], bits).to(device)
-    hasher.fitted.fill_(True)  # no warning that hash functions are random
-    q, v, weight = (torch.randn(*shape, device=device).to(dtype) for _ in range(3))
-    for _ in range(50):  # no code and no gradient of a code may depend on rounding
-        y = hasher.project(q.float(), None).abs()
-        close = torch.minimum(y, (y - 1).abs()).amin(dim=-1) < 1e-4
-        q[close] = torch.randn_like(q[close])
-
-    def results(run: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
-        leaves = q.clone().requires_grad_(), v.clone().requires_grad_()
-        out = run(*leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, weight.to(out.dtype))]
-
-    def dense(q: Tensor, v: Tensor) -> Tensor:
-        codes = hasher(q.float()).double()
-        return reference.hash_attention(codes, codes, v.double(), None, is_causal)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # that eager takes the call
-        found = results(lambda q, v: eco_attention(q, v, hasher, is_causal=is_causal, backend=name))
-    pairs = zip(found, results(dense), strict=True)
-    return max(float((ours.double() - truth).norm() / truth.double().norm()) for ours, truth in pairs)
 
 
 def versions() -> dict[str, str]:
