@@ -49,4 +49,3 @@ def demo(
     print_table(["model"], rows, list(rows[0])[1:])
     for text in (*found.verdicts, *found.notes):
         typer.echo(textwrap.fill(text, 79))
-    typer.echo(f"figure: {found.figure}")

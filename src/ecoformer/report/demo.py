@@ -17,7 +17,6 @@ from ecoformer.data.mosaic import TILE
 from ecoformer.data.splits import IGNORED, Splits
 from ecoformer.environment import hardware
 from ecoformer.files import replace_text
-from ecoformer.report.figures import accuracy_figure, save
 from ecoformer.running import eval_mode
 from ecoformer.training import Recipe, load_recipe, train
 from ecoformer.training.batches import Task, measured_batches
@@ -43,13 +42,11 @@ class Demo:
         rows: one for each kind of attention: accuracy from 0 to 1, millijoules and milliseconds a picture.
         verdicts: what `sharp_eco` gains and loses against softmax and the native model.
         notes: how the figures were obtained.
-        figure: a picture of accuracy over energy.
     """
 
     rows: list[dict[str, Any]]
     verdicts: list[str]
     notes: list[str]
-    figure: str
 
 
 def run_demo(
@@ -61,8 +58,8 @@ def run_demo(
 ) -> Demo:
     """Train all contestants from scratch on generated mosaics and compare them.
 
-    The folder gets a run for each, the comparison as `comparison.json`, and `accuracy.svg`. Runs that an
-    earlier call has finished there are not repeated.
+    The folder gets a run for each, and the comparison as `comparison.json`. Runs that an earlier call has
+    finished there are not repeated.
 
     Args:
         out: the folder.
@@ -98,12 +95,7 @@ def run_demo(
         f"{hardware(torch.device('cpu'))}.",
         WHEN,
     ]
-    points = [
-        {"label": row["model"], "energy_pj": row["paper_mj"] * 1e9, "accuracy": row["accuracy"]}
-        for row in rows
-    ]
-    verdicts = [_verdict(rows, against, least) for against in ("softmax", "native")]
-    found = Demo(rows, verdicts, notes, str(save(accuracy_figure(points), folder / "accuracy.svg")))
+    found = Demo(rows, [_verdict(rows, against, least) for against in ("softmax", "native")], notes)
     replace_text(folder / "comparison.json", json.dumps(asdict(found), indent=2) + "\n")
     return found
 
