@@ -256,7 +256,7 @@ def test_another_recipe_is_not_resumed(halfway, tmp_path):
 
 def test_other_data_are_not_trained_on(halfway, plain):
     splits = run_module.load_splits(plain)
-    fewer = type(splits)(splits.train.select(torch.arange(38)), splits.test, "tokens", 8, 17, 8)
+    fewer = type(splits)(splits.train.select(torch.arange(38)), splits.test, "tokens", 8, 73, 5)
     with pytest.raises(ValueError, match="was trained on 40 samples, but the data now have 38"):
         train(plain, halfway.path, resume=True, show=False, splits=fewer)
 

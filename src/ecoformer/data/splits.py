@@ -102,8 +102,8 @@ class Splits:
         vocabulary: number of token ids, padding included; 0 for images.
         length: tokens of a row; 0 for images.
         name: name of the data set.
-        masked: training samples are clean, and their targets `IGNORED`, until `mask_bytes` draws both for a
-            batch; test samples are masked once, the same for everyone.
+        masked: share of bytes that `mask_bytes` hides in a batch of training samples, which are clean and
+            have `IGNORED` targets until then; test samples are masked already.
     """
 
     train: Arrays | Pictures
@@ -113,7 +113,7 @@ class Splits:
     vocabulary: int = 0
     length: int = 0
     name: str = ""
-    masked: bool = False
+    masked: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in _DIMENSIONS:

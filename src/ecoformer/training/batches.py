@@ -56,21 +56,11 @@ class Loader:
         self, part: Arrays | Pictures, recipe: Recipe, device: torch.device, rank: int = 0, ranks: int = 1
     ) -> None:
         self.recipe, self.device, self.rank, self.ranks = recipe, device, rank, ranks
-        share, among = ranks * recipe.accumulate, f"{ranks} processes x accumulate={recipe.accumulate}"
-        if recipe.batch % share:
+        if recipe.batch % (ranks * recipe.accumulate):
+            among = f"{ranks} processes x accumulate={recipe.accumulate}"
             raise ValueError(f"batch={recipe.batch} must divide into {among}")
         if len(part) < recipe.batch:
             raise ValueError(f"batch={recipe.batch} is larger than the training data, {len(part)} samples")
-        images = not isinstance(part, Arrays) or part.inputs.ndim == 4
-        if images and (recipe.augment.mixup or recipe.augment.cutmix) and recipe.batch // share % 2:
-            raise ValueError(
-                f"mixup and cutmix mix pairs, but batch={recipe.batch} over {among} leaves "
-                f"{recipe.batch // share} images each: make it even"
-            )
-        if min(recipe.hashing.samples, len(part)) < ranks:
-            raise ValueError(
-                f"hashing.samples={recipe.hashing.samples} leaves nothing for some of {ranks} processes"
-            )
         self.part = part.to(device) if isinstance(part, Arrays) else part
         self.steps = len(part) // recipe.batch
 
@@ -225,7 +215,7 @@ class Task:
             mixed: Batch = self.mixup(inputs, targets) if self.mixup else (inputs, targets)
             return mixed
         if self.masked:
-            inputs, targets = mask_bytes(inputs, generator, rate=self.recipe.mask_rate)
+            inputs, targets = mask_bytes(inputs, generator, rate=self.masked)
         return inputs.long(), targets.long()
 
     def test_batch(self, inputs: Tensor, targets: Tensor) -> Batch:
