@@ -111,31 +111,6 @@ def test_tied_weights_given_as_equal_copies():
     assert model.head.weight is model.embed.weight
 
 
-class Counting(nn.Module):
-    """Extra state whose size depends on what happened, and that may refuse."""
-
-    def __init__(self, steps=()):
-        super().__init__()
-        self.linear, self.steps = nn.Linear(2, 2), list(steps)
-
-    def get_extra_state(self):
-        return torch.tensor(self.steps)
-
-    def set_extra_state(self, state):
-        if state.ndim != 1:
-            raise RuntimeError("steps must be\na list")
-        self.steps = state.tolist()
-
-
-def test_extra_state(path):
-    write(path, Counting([3.0, 4.0]).state_dict(), {})
-    model = Counting()
-    load_into(model, read(path)[0], source="x")
-    assert model.steps == [3.0, 4.0]
-    tensors = Counting().state_dict() | {"_extra_state": torch.zeros(2, 2)}
-    assert "Counting refused x.safetensors" in refused(load_into, model, tensors, source="x.safetensors")
-
-
 def test_modules_see_their_own_version():
     """Without it, a module takes every checkpoint for one of an older PyTorch and converts it."""
     seen = []

@@ -14,7 +14,7 @@ from ecoformer.cli import common
 from ecoformer.cli.samples import Samples, check_target
 from ecoformer.cli.sources import inputs_of, open_model
 from ecoformer.conversion import convert as convert_model
-from ecoformer.export import OPSET, export_onnx
+from ecoformer.export import export_onnx
 
 
 def export(
@@ -35,7 +35,6 @@ def export(
         ),
     ] = None,
     samples: Annotated[int, typer.Option(help="Images or texts to compare on.", min=1)] = 64,
-    opset: Annotated[int, typer.Option(help="Version of ONNX's operators.", min=18)] = OPSET,
     force: Annotated[bool, typer.Option("--force", help="Overwrite OUT.")] = False,
     as_json: common.AsJson = False,
 ) -> None:
@@ -66,7 +65,7 @@ def export(
         if data is not None:
             compare_on = _like(example, islice(Samples(opened, data, batch=1, seed=0), samples))
         progress(f"exporting {opened.what}, and comparing it in ONNX Runtime: about a minute")
-        made = export_onnx(opened.model, target, example, samples=compare_on, opset=opset)
+        made = export_onnx(opened.model, target, example, samples=compare_on)
     facts = asdict(made) | {"path": str(made.path), "notes": notes}
     common.show(facts, "\n".join([str(made), *(f"note: {note}" for note in notes)]), as_json)
 

@@ -143,11 +143,6 @@ class TextEncoder(HubMixin, nn.Module):
         self.head = _head(self.dim, self.hidden, classes).to(self.positions)
         self.classes = classes
 
-    def extra_repr(self) -> str:
-        """What `print(module)` shows."""
-        pool = "" if self.pooling == "mean" else f", pool={self.pooling}"
-        return f"length={self.length}, classes={self.classes}{pool}"
-
     def _padding(self, name: str, tokens: Tensor, mask_name: str, mask: Tensor | None) -> Tensor:
         """Check both arguments; return the mask, or the one that `PAD` makes."""
         _check_tokens(name, tokens, self.length, self.embedding.num_embeddings)
