@@ -35,9 +35,6 @@ Layers = Annotated[
     list[str] | None,
     typer.Option(help="Pattern of layer names, such as `stages.1.*`, or `all`; repeatable."),
 ]
-Compare = Annotated[
-    str, typer.Option(help="Mechanisms between commas: `softmax,eco`; `native` is the model as it is.")
-]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="An argument of the mechanism; repeatable."),
@@ -176,7 +173,7 @@ def counted_model(
     Settings that the mechanism does not have are ignored.
     """
     model = open_model(name, resolution=resolution, tokens=tokens, shapes_only=True).model
-    _, inputs = inputs_of(model, resolution, tokens)
+    inputs = inputs_of(model, resolution, tokens)
     example = inputs(batch)
     if mechanism != NATIVE:
         known = attention_class(mechanism).settings()

@@ -55,7 +55,7 @@ def export(
     with common.progress(as_json) as progress:
         progress(f"opening {model}")
         opened = open_model(model, pretrained=pretrained, resolution=resolution, tokens=tokens)
-        _, inputs = inputs_of(opened.model, resolution, tokens)
+        inputs = inputs_of(opened.model, resolution, tokens)
         example = _text_inputs(opened.model, inputs(2))
         notes = list(opened.notes)
         if attention is not None:

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from ecoformer.arguments import shape
-from ecoformer.data.files import read_image
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -56,30 +55,6 @@ class Arrays:
     def to(self, device: str | torch.device) -> Arrays:
         """The same samples on a device."""
         return Arrays(self.inputs.to(device), self.targets.to(device))
-
-    @property
-    def labels(self) -> Tensor | None:
-        """Classes (N,), or None where each token has its own target."""
-        return self.targets if self.targets.ndim == 1 else None
-
-
-@dataclass(frozen=True, eq=False)
-class Images:
-    """Pictures in files, decoded on access.
-
-    Attributes:
-        paths: file of each picture.
-        labels: class (N,) of each picture.
-    """
-
-    paths: tuple[str, ...]
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, i: int) -> tuple[Image.Image, int]:
-        return read_image(self.paths[i]), int(self.labels[i])
 
 
 class Pictures(Protocol):
@@ -142,9 +117,9 @@ def balanced(labels: Tensor, limit: int) -> Tensor:
     return order[turn.argsort(stable=True)][:limit].sort().values
 
 
-def labels_of(part: Arrays | Pictures) -> Tensor | None:
-    """Classes (N,), as far as they are known without decoding: of `Images` and torchvision's data sets."""
-    found = part.labels if isinstance(part, (Arrays, Images)) else getattr(part, "targets", None)
+def targets_of(part: Arrays | Pictures) -> Tensor | None:
+    """Targets as far as they are known without decoding: of `Arrays` and torchvision's data sets."""
+    found = getattr(part, "targets", None)
     return None if found is None else torch.as_tensor(found)
 
 
@@ -152,8 +127,9 @@ def limited(part: Arrays | Pictures, limit: int) -> Arrays | Pictures:
     """At most `limit` samples of a part, see `balanced`."""
     if len(part) <= limit:
         return part
-    labels = labels_of(part)
-    chosen = balanced(torch.zeros(len(part), dtype=torch.int64) if labels is None else labels, limit)
+    targets = targets_of(part)
+    has_classes = targets is not None and targets.ndim == 1
+    chosen = balanced(targets if has_classes else torch.zeros(len(part), dtype=torch.int64), limit)
     if isinstance(part, Arrays):
         return part.select(chosen)
     source: Any = part

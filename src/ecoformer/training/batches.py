@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from ecoformer.arguments import shape
 from ecoformer.data.augment import augment, plain
 from ecoformer.data.masking import mask_bytes
-from ecoformer.data.splits import IGNORED, Arrays, Pictures, Splits, labels_of
+from ecoformer.data.splits import IGNORED, Arrays, Pictures, Splits, targets_of
 from ecoformer.training.recipe import Augment, Recipe
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class Task:
 
     def __init__(self, recipe: Recipe, splits: Splits) -> None:
         self.recipe, self.kind, self.masked = recipe, splits.kind, splits.masked
-        self.per_token = isinstance(splits.train, Arrays) and splits.train.labels is None
+        self.per_token = isinstance(splits.train, Arrays) and splits.train.targets.ndim == 2
         a = recipe.augment
         self.pixels: dict[str, Any] = {"size": a.size, "mean": a.mean, "std": a.std}
         if splits.kind == "images" and self.per_token and any((a.pad, a.flip, a.erase, a.mixup, a.cutmix)):
@@ -273,7 +273,7 @@ def distillation_loss(logits: Tensor, taught: Tensor, targets: Tensor, temperatu
 def check_targets(splits: Splits, data: str) -> None:
     """Raise for targets outside the classes and for test data without targets."""
     for name, part in (("training", splits.train), ("test", splits.test)):
-        targets = part.targets if isinstance(part, Arrays) else labels_of(part)
+        targets = targets_of(part)
         if targets is None:
             continue
         asked = targets[targets != IGNORED]
