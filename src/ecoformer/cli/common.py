@@ -22,8 +22,6 @@ from ecoformer.conversion import convert
 
 NATIVE = "native"
 """The name of a model as it is."""
-INPUTS = ("resolution", "tokens")
-"""Parameters of the input in `--sweep`; all others are arguments of the mechanism."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 MODEL_HELP = "A name (timm, Hugging Face, `lra_text`), a checkpoint, or a folder of `save_pretrained`."
@@ -130,17 +128,6 @@ def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
             raise ValueError(f"--set takes KEY=VALUE, such as bits=8, got {text!r}")
         found[key] = _value(value)
     return found
-
-
-def parse_sweep(text: str) -> tuple[str, list[Any]]:
-    """The name and the values of `KEY=VALUE,VALUE,...`."""
-    key, _, values = text.partition("=")
-    found = [_value(value.strip()) for value in values.split(",")]
-    if not key.isidentifier() or "" in found:
-        raise ValueError(f"--sweep takes KEY=VALUE,VALUE, such as resolution=224,384, got {text!r}")
-    if key in INPUTS and not all(type(value) is int and value > 0 for value in found):
-        raise ValueError(f"--sweep {key} takes positive integers, got {values!r}")
-    return key, found
 
 
 def _value(text: str) -> Any:
