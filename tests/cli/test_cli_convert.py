@@ -30,7 +30,7 @@ class TestWhatIsWritten:
         lines = done.out.splitlines()
         assert (done.status, done.err) == (0, "")
         assert lines[0] == "PyramidVisionTransformerV2: 6 of 8 attention layers converted to eco"
-        assert any("hash functions are not fitted" in line for line in lines)
+        assert any("hash functions are random, not fitted" in line for line in lines)
         assert any("the weights of pvt_v2_b0 are random" in line for line in lines)
         assert lines[-1] == "wrote eco.safetensors"
         model = ecoformer.load("eco.safetensors")

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ecoformer.arguments import one_line
 from ecoformer.checkpoints import save
 from ecoformer.cli import common
 from ecoformer.cli.samples import Samples, check_target
@@ -73,18 +72,11 @@ def convert(
     if narrow is not None:
         model.float()  # 16 bits are too coarse for small steps
 
-    def write() -> Path:
-        return save(model if narrow is None else copy.deepcopy(model).to(narrow), target)
-
     teacher = copy.deepcopy(model) if teach else None
     report = convert_model(model, attention, layers=layers or None, **config)
-    notes = [note for note in report.notes if note != NOT_FITTED and not (teach and note == RANDOM_PLANES)]
-    if batches is None and NOT_FITTED in report.notes:
-        notes.append(
-            "hash functions are not fitted: --data takes a folder of images or a text file with one text per "
-            "line"
-        )
-    report = replace(report, notes=(*notes, *opened.notes))
+    done = (NOT_FITTED if data is not None else None, RANDOM_PLANES if teach else None)
+    notes = [note for note in (*report.notes, *opened.notes) if note not in done]
+    report = replace(report, notes=tuple(notes))
     facts: dict[str, Any] = report.to_dict() | {"source": opened.what, "fitted": []}
     lines = [str(report)]
     if batches is not None and any(hasher.learns for hasher in hashers_of(model).values()):
@@ -96,14 +88,8 @@ def convert(
         raise ValueError(f"--data: {attention} has no hash functions to fit: add --teach")
     if teacher is not None and batches is not None:
         passed = transfer(model, teacher, batches, steps=steps, progress=show)
-        write()  # what was learned so far is not lost
-        try:
-            learned = distill(model, teacher, batches, steps=steps, progress=show)
-        except Exception as error:
-            raise RuntimeError(
-                f"distillation failed ({one_line(error)}); {target} holds the model after attention transfer"
-            ) from error
+        learned = distill(model, teacher, batches, steps=steps, progress=show)
         facts |= {"transfer": passed.final, "distillation": [learned.outputs[0], learned.outputs[-1]]}
         lines += [f"transfer: {passed}", f"distillation: {learned}"]
-    facts["written"] = str(write())
+    facts["written"] = str(save(model if narrow is None else model.to(narrow), target))
     common.show(facts, "\n".join([*lines, f"wrote {facts['written']}"]), as_json)

@@ -207,13 +207,8 @@ def check_recipe(values: Mapping[str, Any], source: str) -> Recipe:
 
 
 def _problem(found: Any) -> str:
-    where, given = ".".join(map(str, found["loc"])), found["input"]
-    message = {"missing": "is missing", "extra_forbidden": "is not a key of a recipe, see --show"}.get(
-        found["type"]
-    )
-    if message is None:
-        got = "" if isinstance(given, (dict, BaseModel)) else f", got {given!r}"
-        message = found["msg"].removeprefix("Value error, ") + got
+    where, message = ".".join(map(str, found["loc"])), found["msg"].removeprefix("Value error, ")
+    message = {"extra_forbidden": "is not a key of a recipe, see --show"}.get(found["type"], message)
     return f"{where} {message}".strip()
 
 
