@@ -145,14 +145,6 @@ class TestOut:
         refused("ours.safetensors", "--force", out="out", words="is a folder")
 
 
-class TestLayers:
-    def test_are_chosen(self, convert):
-        arguments = ("--layers", "stages.0.*", "--layers", "stages.3.*")
-        done = convert("ours.safetensors", "--attention", "performer", *arguments)
-        assert names(done.facts["replaced"]) == [OF_PYRAMID[i] for i in (0, 3)]
-        assert [kind == "performer" for kind in kinds(done.model).values()] == [True, False, False, True]
-
-
 class TestSettings:
     @pytest.mark.parametrize(
         ("source", "local", "size"),
@@ -188,20 +180,6 @@ class TestSettings:
 
 
 class TestUsage:
-    @pytest.mark.parametrize(
-        ("arguments", "word"),
-        [
-            ([], "Missing argument"),
-            (["a", "b", "--samples", "0"], "--samples"),
-            (["a", "b", "--nothing"], "--nothing"),
-        ],
-    )
-    def test_errors(self, cli, arguments, word):
-        done = cli("convert", *arguments)
-        assert (done.status, done.out) == (2, "")
-        assert word in done.err
-        assert "Traceback" not in done.err
-
     def test_help_shows_an_example(self, cli):
         done = cli("convert", "--help")
         assert (done.status, done.err) == (0, "")

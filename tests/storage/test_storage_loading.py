@@ -109,18 +109,3 @@ def test_tied_weights_given_as_equal_copies():
     load_into(model, tensors, source="x")
     assert all(x.isnan().all() for x in model.state_dict().values())
     assert model.head.weight is model.embed.weight
-
-
-def test_modules_see_their_own_version():
-    """Without it, a module takes every checkpoint for one of an older PyTorch and converts it."""
-    seen = []
-
-    class Versioned(nn.Linear):
-        _version = 7
-
-        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
-            seen.append(local_metadata.get("version"))
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-
-    load_into(Versioned(2, 2), dict(nn.Linear(2, 2).state_dict()), source="x")
-    assert seen == [7]

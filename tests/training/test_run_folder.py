@@ -83,8 +83,8 @@ def test_a_killed_training_does_not_keep_the_lock(busy, plain, expected):
     assert whole(plain, folder, resume=True) == expected
 
 
-LINKS = (".recipe.yaml.part", ".metrics.jsonl.part", ".result.json.part", "metrics.jsonl", "changes.txt")
-LINKS += ("model.safetensors", "result.json", "recipe.yaml", ".lock", "checkpoints/.writing-000000006")
+LINKS = ("metrics.jsonl", "changes.txt", "model.safetensors", "result.json", "recipe.yaml", ".lock")
+LINKS += ("checkpoints/.writing-000000006",)
 
 
 @pytest.mark.parametrize("name", LINKS)

@@ -13,12 +13,9 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
-from torch import Tensor, nn
 
 from ecoformer.attention.base import unknown_setting
 from ecoformer.attention.registry import attention_class
-from ecoformer.cli.sources import inputs_of, open_model
-from ecoformer.conversion import convert
 
 NATIVE = "native"
 """The name of a model as it is."""
@@ -144,26 +141,3 @@ def check_settings(mechanisms: Iterable[str], keys: Iterable[str]) -> None:
         if not any(key in cls.settings() for cls in named):
             problem = unknown_setting(key, named) if named else f"{key!r} needs a mechanism: name one"
             raise ValueError(f"--set: {problem}")
-
-
-def counted_model(
-    name: str,
-    mechanism: str,
-    settings: dict[str, Any] | None = None,
-    *,
-    batch: int = 1,
-    resolution: int | None = None,
-    tokens: int | None = None,
-) -> tuple[nn.Module, Tensor]:
-    """A model to be counted, converted unless `mechanism` is "native", and an input for it.
-
-    Settings that the mechanism does not have are ignored.
-    """
-    model = open_model(name, resolution=resolution, tokens=tokens, shapes_only=True).model
-    inputs = inputs_of(model, resolution, tokens)
-    example = inputs(batch)
-    if mechanism != NATIVE:
-        known = attention_class(mechanism).settings()
-        own = {key: value for key, value in (settings or {}).items() if key in known}
-        convert(model, mechanism, example=example, **own)
-    return model, example

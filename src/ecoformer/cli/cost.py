@@ -11,10 +11,13 @@ from ecoformer.accounting import Ledger
 from ecoformer.accounting import cost as cost_of
 from ecoformer.accounting.layers import PARTS
 from ecoformer.accounting.ledger import short
+from ecoformer.attention.registry import attention_class
 from ecoformer.bitfusion import ModelResult, simulate_model
 from ecoformer.bitfusion.model import NOT_SIMULATED
 from ecoformer.cli import common
 from ecoformer.cli.common import NATIVE
+from ecoformer.cli.sources import inputs_of, open_model
+from ecoformer.conversion import convert
 
 ENERGY = "fp32-45nm"
 
@@ -60,8 +63,13 @@ def cost(
     with common.progress(as_json) as progress:
         for name in names:
             progress(f"counting {name}")
-            built = common.counted_model(model, name, chosen, resolution=resolution, tokens=tokens)
-            found[name] = cost_of(*built, **how) if on is None else simulate_model(*built)
+            built = open_model(model, resolution=resolution, tokens=tokens, shapes_only=True).model
+            example = inputs_of(built, resolution, tokens)(1)
+            if name != NATIVE:
+                known = attention_class(name).settings()
+                own = {key: value for key, value in chosen.items() if key in known}
+                convert(built, name, example=example, **own)
+            found[name] = simulate_model(built, example) if on else cost_of(built, example, **how)
     if as_json:
         facts = {name: each.to_dict() for name, each in found.items()}
         common.print_json(facts if compare is not None else facts[names[0]])

@@ -63,7 +63,9 @@ def export(
             notes += convert_model(opened.model, attention, **how).notes
         compare_on: Any = ()
         if data is not None:
-            compare_on = _like(example, islice(Samples(opened, data, batch=1, seed=0), samples))
+            compare_on = islice(Samples(opened, data, batch=1, seed=0), samples)
+            if isinstance(example, dict):
+                compare_on = ({name: batch[name] for name in example} for batch in compare_on)
         progress(f"exporting {opened.what}, and comparing it in ONNX Runtime: about a minute")
         made = export_onnx(opened.model, target, example, samples=compare_on)
     facts = asdict(made) | {"path": str(made.path), "notes": notes}
@@ -80,9 +82,3 @@ def _text_inputs(model: Any, example: torch.Tensor) -> Any:
     if getattr(model.config, "type_vocab_size", 0) > 1:
         found["token_type_ids"] = torch.zeros_like(example)
     return found
-
-
-def _like(example: Any, batches: Any) -> Any:
-    """Batches with the inputs that the example has."""
-    for batch in batches:
-        yield {name: batch[name] for name in example} if isinstance(example, dict) else batch

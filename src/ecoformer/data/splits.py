@@ -48,10 +48,6 @@ class Arrays:
         index = index.to(self.inputs.device)
         return self.inputs[index], self.targets[index]
 
-    def select(self, index: Tensor) -> Arrays:
-        """The samples of an index, as copies."""
-        return Arrays(*self.batch(index))
-
     def to(self, device: str | torch.device) -> Arrays:
         """The same samples on a device."""
         return Arrays(self.inputs.to(device), self.targets.to(device))
@@ -128,9 +124,10 @@ def limited(part: Arrays | Pictures, limit: int) -> Arrays | Pictures:
     if len(part) <= limit:
         return part
     targets = targets_of(part)
-    has_classes = targets is not None and targets.ndim == 1
-    chosen = balanced(targets if has_classes else torch.zeros(len(part), dtype=torch.int64), limit)
+    if targets is None or targets.ndim != 1:
+        targets = torch.zeros(len(part), dtype=torch.int64)
+    chosen = balanced(targets, limit)
     if isinstance(part, Arrays):
-        return part.select(chosen)
+        return Arrays(*part.batch(chosen))
     source: Any = part
     return Subset(source, chosen.tolist())
