@@ -1,4 +1,4 @@
-"""`ecoformer cost`: what a model costs, layer by layer, for several mechanisms, or along a sweep."""
+"""`ecoformer cost`: what a model costs, layer by layer, or for several mechanisms."""
 
 from __future__ import annotations
 
