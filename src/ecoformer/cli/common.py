@@ -13,20 +13,12 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
-from torch import Tensor, nn
 
 from ecoformer.attention.base import unknown_setting
 from ecoformer.attention.registry import attention_class
-from ecoformer.cli.sources import inputs_of, open_model
-from ecoformer.conversion import convert
 
 NATIVE = "native"
 """The name of a model as it is."""
-INPUTS = ("resolution", "tokens")
-"""Parameters of the input in `--sweep`; all others are arguments of the mechanism."""
-
-_SYNONYMS = {"m": "support"}
-"""The paper's letters for settings."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 MODEL_HELP = "A name (timm, Hugging Face, `lra_text`), a checkpoint, or a folder of `save_pretrained`."
@@ -37,9 +29,6 @@ Attention = Annotated[str, typer.Option(help="The mechanism; `ecoformer info` li
 Layers = Annotated[
     list[str] | None,
     typer.Option(help="Pattern of layer names, such as `stages.1.*`, or `all`; repeatable."),
-]
-Compare = Annotated[
-    str, typer.Option(help="Mechanisms between commas: `softmax,eco`; `native` is the model as it is.")
 ]
 Settings = Annotated[
     list[str] | None,
@@ -134,19 +123,8 @@ def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals or not key.isidentifier():
             raise ValueError(f"--set takes KEY=VALUE, such as bits=8, got {text!r}")
-        found[_SYNONYMS.get(key, key)] = _value(value)
+        found[key] = _value(value)
     return found
-
-
-def parse_sweep(text: str) -> tuple[str, list[Any]]:
-    """The name and the values of `KEY=VALUE,VALUE,...`."""
-    key, _, values = text.partition("=")
-    found = [_value(value.strip()) for value in values.split(",")]
-    if not key.isidentifier() or "" in found:
-        raise ValueError(f"--sweep takes KEY=VALUE,VALUE, such as resolution=224,384, got {text!r}")
-    if key in INPUTS and not all(type(value) is int and value > 0 for value in found):
-        raise ValueError(f"--sweep {key} takes positive integers, got {values!r}")
-    return _SYNONYMS.get(key, key), found
 
 
 def _value(text: str) -> Any:
@@ -163,26 +141,3 @@ def check_settings(mechanisms: Iterable[str], keys: Iterable[str]) -> None:
         if not any(key in cls.settings() for cls in named):
             problem = unknown_setting(key, named) if named else f"{key!r} needs a mechanism: name one"
             raise ValueError(f"--set: {problem}")
-
-
-def counted_model(
-    name: str,
-    mechanism: str,
-    settings: dict[str, Any] | None = None,
-    *,
-    batch: int = 1,
-    resolution: int | None = None,
-    tokens: int | None = None,
-) -> tuple[nn.Module, Tensor]:
-    """A model to be counted, converted unless `mechanism` is "native", and an input for it.
-
-    Settings that the mechanism does not have are ignored.
-    """
-    model = open_model(name, resolution=resolution, tokens=tokens, shapes_only=True).model
-    _, inputs = inputs_of(model, resolution, tokens)
-    example = inputs(batch)
-    if mechanism != NATIVE:
-        known = attention_class(mechanism).settings()
-        own = {key: value for key, value in (settings or {}).items() if key in known}
-        convert(model, mechanism, example=example, **own)
-    return model, example
