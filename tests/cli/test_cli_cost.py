@@ -41,12 +41,27 @@ def test_settings_go_to_the_mechanisms_that_have_them(run):
     assert more == {"native": 0, "softmax": 0, "linformer": rows * 240 * 129, "eco": rows * 15 * 18}
 
 
+def test_sweeps(run):
+    _, out, _ = run("cost", "pvt_v2_b0", "--compare", "softmax,eco", "--sweep", "resolution=64,224")
+    assert [row[:3] for row in rows_of(out)] == [
+        ["softmax", "64", "54.9"],
+        ["softmax", "224", "2,016"],
+        ["eco", "64", "43.8"],
+        ["eco", "224", "535"],
+    ]
+    points = json.loads(run("cost", "pvt_v2_b0", "--attention", "eco", "--sweep", "support=25", "--json")[1])
+    assert points[0] | {"support": 25, "attention": "eco", "mul": 535392840, "uncounted": 0} == points[0]
+
+
 def test_tokens_of_a_text_model(run, tmp_path):
     path = tmp_path / "text.safetensors"
     ecoformer.save(TextEncoder(attention="softmax", length=64, dim=16, hidden=8), path)
-    how = ("--attention", "lsh_eco", "--set", "bits=4", "--json", "--tokens")
-    one, two = (json.loads(run("cost", path, *how, n)[1])["total"]["mul"] for n in (16, 32))
-    assert one < two < 2 * one  # the head costs the same
+    sweep = ("--attention", "lsh_eco", "--set", "bits=4", "--sweep", "tokens=16,32", "--json")
+    one, two = json.loads(run("cost", str(path), *sweep)[1])
+    assert (one["tokens"], two["tokens"]) == (16, 32)
+    assert one["mul"] < two["mul"] < 2 * one["mul"]  # the head costs the same
+    single = json.loads(run("cost", str(path), *sweep[:4], "--tokens", "16", "--json")[1])
+    assert single["total"]["mul"] == one["mul"]
 
 
 @pytest.mark.parametrize(
@@ -65,10 +80,16 @@ def test_tokens_of_a_text_model(run, tmp_path):
             "did you mean 'bits'?",
         ),
         (("cost", "pvt_v2_b0", "--set", "bits=8"), "needs a mechanism"),
+        (("cost", "pvt_v2_b0", "--sweep", "resolution"), "--sweep takes KEY=VALUE,VALUE"),
+        (("cost", "pvt_v2_b0", "--sweep", "bits=8"), "needs a mechanism"),
+        (("cost", "pvt_v2_b0", "--compare", "softmax,eco", "--sweep", "support=8"), "'support' of softmax"),
+        (("cost", "pvt_v2_b0", "--sweep", "resolution=64", "--tokens", "8"), "cannot be combined"),
+        (("cost", "pvt_v2_b0", "--sweep", "resolution=64,big"), "positive integers, got '64,big'"),
         (
             ("cost", "pvt_v2_b0", "--on", "bitfusion", "--energy", "7nm"),
             "--on and --energy cannot be combined",
         ),
+        (("cost", "pvt_v2_b0", "--on", "bitfusion", "--sweep", "resolution=64,96"), "cannot be combined"),
         (("cost", "pvt_v2_b9", "--on", "bitfusion"), "pvt_v2_b9"),
     ],
 )
@@ -94,21 +115,7 @@ def test_on_bitfusion(run):
 
 
 def test_what_is_not_counted_is_named_below_the_table(run):
-    for options in (("--compare", "native"), ("--on", "bitfusion")):
+    for options in (("--sweep", "resolution=224"), ("--on", "bitfusion")):
         out = run("cost", "swin_tiny_patch4_window7_224", *options)[1]
         assert "not counted (native): layers.0.blocks.0.attn (WindowAttention), " in out
     assert "not counted" not in run("cost", "pvt_v2_b0", "--compare", "eco", "--resolution", "64")[1]
-
-
-def test_small_models_have_digits_left(run, tmp_path):
-    path = ecoformer.save(TextEncoder(length=64, dim=16, hidden=16), tmp_path / "small.safetensors")
-    out = run("cost", path, "--compare", "softmax,eco")[1]
-    energies = [float(row[3]) for row in rows_of(out)]
-    assert len(energies) == 3
-    assert all(0 < energy < 0.01 for energy in energies)
-
-
-def test_models_for_one_size_of_images_are_built_for_the_size_asked_for(run):
-    for on in ((), ("--on", "bitfusion")):
-        status, _, err = run("cost", "vit_tiny_patch16_224", "--compare", "eco", "--resolution", "64", *on)
-        assert (status, err) == (0, "")

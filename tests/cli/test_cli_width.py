@@ -16,7 +16,7 @@ from ecoformer.report.tables import paper_table
         ("plan", "ours.safetensors", "--no-measure"),
         ("cost", "ours.safetensors", "--accounting", "exact"),
         ("cost", "ours.safetensors", "--on", "bitfusion"),
-        ("cost", "ours.safetensors", "--compare", "softmax,eco"),
+        ("cost", "ours.safetensors", "--compare", "softmax,eco", "--sweep", "resolution=32,64"),
     ],
     ids=" ".join,
 )

@@ -13,12 +13,17 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
+from torch import Tensor, nn
 
 from ecoformer.attention.base import unknown_setting
 from ecoformer.attention.registry import attention_class
+from ecoformer.cli.sources import inputs_of, open_model
+from ecoformer.conversion import convert
 
 NATIVE = "native"
 """The name of a model as it is."""
+INPUTS = ("resolution", "tokens")
+"""Parameters of the input in `--sweep`; all others are arguments of the mechanism."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 MODEL_HELP = "A name (timm, Hugging Face, `lra_text`), a checkpoint, or a folder of `save_pretrained`."
@@ -127,6 +132,17 @@ def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
     return found
 
 
+def parse_sweep(text: str) -> tuple[str, list[Any]]:
+    """The name and the values of `KEY=VALUE,VALUE,...`."""
+    key, _, values = text.partition("=")
+    found = [_value(value.strip()) for value in values.split(",")]
+    if not key.isidentifier() or "" in found:
+        raise ValueError(f"--sweep takes KEY=VALUE,VALUE, such as resolution=224,384, got {text!r}")
+    if key in INPUTS and not all(type(value) is int and value > 0 for value in found):
+        raise ValueError(f"--sweep {key} takes positive integers, got {values!r}")
+    return key, found
+
+
 def _value(text: str) -> Any:
     try:
         return ast.literal_eval(text)
@@ -141,3 +157,26 @@ def check_settings(mechanisms: Iterable[str], keys: Iterable[str]) -> None:
         if not any(key in cls.settings() for cls in named):
             problem = unknown_setting(key, named) if named else f"{key!r} needs a mechanism: name one"
             raise ValueError(f"--set: {problem}")
+
+
+def counted_model(
+    name: str,
+    mechanism: str,
+    settings: dict[str, Any] | None = None,
+    *,
+    batch: int = 1,
+    resolution: int | None = None,
+    tokens: int | None = None,
+) -> tuple[nn.Module, Tensor]:
+    """A model to be counted, converted unless `mechanism` is "native", and an input for it.
+
+    Settings that the mechanism does not have are ignored.
+    """
+    model = open_model(name, resolution=resolution, tokens=tokens, shapes_only=True).model
+    inputs = inputs_of(model, resolution, tokens)
+    example = inputs(batch)
+    if mechanism != NATIVE:
+        known = attention_class(mechanism).settings()
+        own = {key: value for key, value in (settings or {}).items() if key in known}
+        convert(model, mechanism, example=example, **own)
+    return model, example

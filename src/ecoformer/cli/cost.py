@@ -1,4 +1,4 @@
-"""`ecoformer cost`: what a model costs, layer by layer, or for several mechanisms."""
+"""`ecoformer cost`: what a model costs, layer by layer, for several mechanisms, or along a sweep."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from ecoformer.accounting import Ledger
 from ecoformer.accounting import cost as cost_of
 from ecoformer.accounting.layers import PARTS
 from ecoformer.accounting.ledger import short
-from ecoformer.attention.registry import attention_class
 from ecoformer.bitfusion import ModelResult, simulate_model
 from ecoformer.bitfusion.model import NOT_SIMULATED
 from ecoformer.cli import common
 from ecoformer.cli.common import NATIVE
-from ecoformer.cli.sources import inputs_of, open_model
-from ecoformer.conversion import convert
 
 ENERGY = "fp32-45nm"
 
@@ -34,6 +31,13 @@ def cost(
         ),
     ] = None,
     settings: common.Settings = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=VALUES",
+            help="`resolution=224,384`, `tokens=1024,4096`, or any argument: `bits=8,16`, `support=10,25`.",
+        ),
+    ] = None,
     accounting: common.Accounting = "paper",
     on: Annotated[
         Literal["bitfusion"] | None,
@@ -47,53 +51,73 @@ def cost(
     """Operations and energy of one forward pass.
 
     Examples: `ecoformer cost pvt_v2_b0 --attention eco --accounting paper --resolution 224`;
+    `ecoformer cost pvt_v2_b0 --compare softmax,eco --sweep resolution=224,384,512`;
     `ecoformer cost pvt_v2_b0 --compare softmax,eco --on bitfusion`
     """
     common.exclude(("--attention", attention), ("--compare", compare))
-    common.exclude(("--resolution", resolution), ("--tokens", tokens))
-    for option, given in {"--accounting exact": accounting == "exact", "--energy": energy != ENERGY}.items():
+    key, values = common.parse_sweep(sweep) if sweep is not None else ("", [])
+    common.exclude(
+        ("--resolution", resolution), ("--tokens", tokens), (f"--sweep {key}", key in common.INPUTS)
+    )
+    others = {"--sweep": sweep, "--accounting exact": accounting == "exact", "--energy": energy != ENERGY}
+    for option, given in others.items():
         common.exclude(("--on", on), (option, given))
-    names = [attention or NATIVE]
-    if compare is not None:
-        names = list(dict.fromkeys((NATIVE, *common.names_in(compare, "--compare"))))
+    names = [attention or NATIVE] if compare is None else common.names_in(compare, "--compare")
+    if compare is not None and sweep is None:
+        names = list(dict.fromkeys((NATIVE, *names)))
     chosen = common.parse_settings(settings or [])
     common.check_settings(names, chosen)
+    for name in names if key and key not in common.INPUTS else ():
+        common.check_settings([name], [key])
+    size: dict[str, Any] = {"resolution": resolution, "tokens": tokens}
     how: dict[str, Any] = {"accounting": accounting, "energy": energy}
-    found: dict[str, Any] = {}
-    with common.progress(as_json) as progress:
-        for name in names:
-            progress(f"counting {name}")
-            built = open_model(model, resolution=resolution, tokens=tokens, shapes_only=True).model
-            example = inputs_of(built, resolution, tokens)(1)
-            if name != NATIVE:
-                known = attention_class(name).settings()
-                own = {key: value for key, value in chosen.items() if key in known}
-                convert(built, name, example=example, **own)
-            found[name] = simulate_model(built, example) if on else cost_of(built, example, **how)
+
+    def counted(mechanism: str, **changed: Any) -> Any:
+        at = changed if key in common.INPUTS else size
+        with common.progress(as_json) as progress:
+            progress(
+                " ".join(["counting", mechanism, *(f"{name}={value}" for name, value in changed.items())])
+            )
+            built = common.counted_model(model, mechanism, chosen | changed, **at)
+            return cost_of(*built, **how) if on is None else simulate_model(*built)
+
+    if sweep is not None:
+        rows = [
+            ({"attention": name, key: value}, counted(name, **{key: value}))
+            for name in names
+            for value in values
+        ]
+        if as_json:
+            common.print_json([about | ledger.summary() for about, ledger in rows])
+        else:
+            _print(rows)
+        return
+    found = {name: counted(name) for name in names}
     if as_json:
         facts = {name: each.to_dict() for name, each in found.items()}
         common.print_json(facts if compare is not None else facts[names[0]])
     elif on is not None:
         _print_cycles(found)
     elif compare is not None:
-        _print(found)
+        _print([({"attention": name}, ledger) for name, ledger in found.items()])
     else:
         common.say(found[names[0]])
 
 
-def _print(found: dict[str, Ledger]) -> None:
-    """Print ledgers side by side."""
-    rows = []
-    for name, ledger in found.items():
+def _print(rows: list[tuple[dict[str, Any], Ledger]]) -> None:
+    """Print several ledgers, each with what distinguishes it: the mechanism, and the value of a sweep."""
+    cells = []
+    for about, ledger in rows:
         total = ledger.total
         amounts = {"mul (M)": total.mul / 1e6, "add (M)": total.add / 1e6}
         if total.bytes:
             amounts["MB"] = total.bytes / 1e6
         amounts["mJ"] = ledger.energy_pj / 1e9
         share = {"in attention": f"{ledger.shares()['attention']:.0%}"}
-        rows.append({"attention": name} | {key: short(x) for key, x in amounts.items()} | share)
-    common.print_table(["attention"], rows, list(rows[0])[1:])
-    _print_uncounted(found)
+        cells.append(about | {name: short(x) for name, x in amounts.items()} | share)
+    names = list(rows[0][0])
+    common.print_table(names, cells, [name for name in cells[0] if name not in names])
+    _print_uncounted({about["attention"]: ledger for about, ledger in rows})
 
 
 def _print_cycles(found: dict[str, ModelResult]) -> None:
