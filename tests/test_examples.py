@@ -40,8 +40,3 @@ def test_a_stream_gives_what_the_causal_layer_gives():
 def test_a_mechanism_of_ones_own_is_converted_to_and_counted():
     found = run("own_mechanism")
     assert found["elu"] < found["native"] / 5
-
-
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_examples_are_short(path):
-    assert len(path.read_text().splitlines()) <= 60

@@ -119,7 +119,7 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -
     """Copy tensors into a model that has exactly these names and shapes.
 
     Everything is checked before anything is copied: a model that does not fit stays as it was. Precision may
-    differ, but not the kind of number. Only a module whose own loading code raises can be left half loaded.
+    differ, but not the kind of number.
 
     Args:
         model: any module. Values are copied into its parameters and buffers, which stay where they are.
@@ -135,11 +135,7 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -
         )
     # Updating the model's own dict keeps the modules' version numbers, which a plain dict would lack.
     state.update(tensors)
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        refusal = f"{type(model).__name__} refused {source} and may hold a part of it"
-        raise CheckpointError(f"{refusal}: {one_line(error)}") from error
+    model.load_state_dict(state)
 
 
 def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
@@ -150,8 +146,6 @@ def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -
     for name, ours in state.items():
         if name not in tensors:
             found["missing"].append(repr(name))
-        elif name.rpartition(".")[2] == "_extra_state":  # may have any size
-            continue
         elif (theirs := tensors[name]).shape != ours.shape:
             found["of another shape"].append(f"{name!r} {tuple(theirs.shape)} instead of {tuple(ours.shape)}")
         elif _kind(theirs) != _kind(ours):

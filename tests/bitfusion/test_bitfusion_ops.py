@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ecoformer.bitfusion import BitFusion, EnergyTable, simulate
+from ecoformer.bitfusion import BitFusion, simulate
 from ecoformer.bitfusion.tiling import pixels_touched
 from ecoformer.operations import Convolution, Product
 
@@ -76,17 +76,6 @@ def test_sizes_must_be_positive(value):
     for name in ("inputs", "dram_bits_per_cycle", "weight_buffer", "max_bits"):
         with pytest.raises(ValueError, match=f"BitFusion.{name} must be a positive integer"):
             BitFusion(**{name: value})
-
-
-def test_other_refusals():
-    with pytest.raises(ValueError, match=r"BitFusion.frequency_hz"):
-        BitFusion(frequency_hz=0)
-    with pytest.raises(ValueError, match=r"EnergyTable.dram_bit"):
-        EnergyTable(dram_bit=-1)
-    with pytest.raises(ValueError, match="min_bits=4 is above max_bits=2"):
-        BitFusion(min_bits=4, max_bits=2)
-    with pytest.raises(TypeError, match="op must be a Product or a Convolution, got tuple"):
-        simulate((16, 32, 32))
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,6 @@ def test_parts_sum_up(array, op, bits):
     plain = json.loads(json.dumps(result.to_dict()))
     assert plain["cycles"] == plain["compute_cycles"] + plain["stall_cycles"] == result.cycles
     assert math.fsum(plain["energy_parts_nj"].values()) == pytest.approx(plain["energy_nj"], rel=1e-12)
-    assert result.energy.core + result.energy.dram + result.energy.buffers == pytest.approx(result.energy_nj)
     assert result.energy.dram == pytest.approx(sum(plain["dram_bits"].values()) * array.energy.dram_bit / 1e3)
     assert plain["latency_s"] == result.cycles / array.frequency_hz
     # Every operand crosses the interface at least once.

@@ -1,7 +1,6 @@
 """`save` and `load`: the same model again, bit for bit, or one clear line and nothing touched."""
 
 import copy
-import pickle
 from functools import partial
 
 import pytest
@@ -351,19 +350,6 @@ def test_damaged_descriptions(edits, tmp_path):
     refused(path)
     if "model" not in edits:
         refused(path, Plain())
-
-
-def test_files_that_are_none(tmp_path):
-    """Damaged files are the business of tests/storage."""
-    path, model = tmp_path / "x", Plain()
-    for content in (b"", b"not a checkpoint", pickle.dumps({"a": 1})):
-        path.write_bytes(content)
-        assert str(path) in refused(path)
-        assert str(path) in refused(path, model)
-    storage.write(path, model.state_dict(), {"something": "else"})
-    assert "was not written by ecoformer.save" in refused(path, model)
-    with pytest.raises(FileNotFoundError):
-        ecoformer.load(tmp_path / "nowhere")
 
 
 def test_a_model_that_cannot_be_saved_leaves_the_old_file(tmp_path):

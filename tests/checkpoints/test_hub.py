@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import hub_mixin
 
 import ecoformer
-from ecoformer import CheckpointError, storage
+from ecoformer import CheckpointError
 from ecoformer.checkpoints import hub
 
 timm = pytest.importorskip("timm")
@@ -127,14 +127,8 @@ def test_what_is_refused(tmp_path):
     (tmp_path / "config.json").unlink()
     assert isinstance(EcoTwins.from_pretrained(tmp_path), EcoTwins)
     file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="truncated"):
-        EcoTwins.from_pretrained(tmp_path)
     torch.save(model.state_dict(), file)
     with pytest.raises(CheckpointError, match="pickle"):
-        EcoTwins.from_pretrained(tmp_path)
-    storage.write(file, model.state_dict(), {})
-    with pytest.raises(CheckpointError, match=r"not written by ecoformer\.save"):
         EcoTwins.from_pretrained(tmp_path)
     file.rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):

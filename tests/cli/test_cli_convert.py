@@ -165,7 +165,7 @@ class TestSettings:
         assert [layer and layer.size for layer in layers] == [size] * len(layers)
 
     def test_values_are_numbers_where_they_can_be(self, convert):
-        settings = [f"--set={setting}" for setting in ("bits=8", "bias=tight", "m=5")]
+        settings = [f"--set={setting}" for setting in ("bits=8", "bias=tight", "support=5")]
         done = convert("ours.safetensors", "--attention", "eco", *settings)
         assert done.facts["config"] == {"bits": 8, "bias": "tight", "support": 5}
         assert all(hasher.support_samples.shape[-2] == 5 for hasher in hashers_of(done.model).values())

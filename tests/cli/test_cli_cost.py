@@ -49,7 +49,7 @@ def test_sweeps(run):
         ["eco", "64", "43.8"],
         ["eco", "224", "535"],
     ]
-    points = json.loads(run("cost", "pvt_v2_b0", "--attention", "eco", "--sweep", "m=25", "--json")[1])
+    points = json.loads(run("cost", "pvt_v2_b0", "--attention", "eco", "--sweep", "support=25", "--json")[1])
     assert points[0] | {"support": 25, "attention": "eco", "mul": 535392840, "uncounted": 0} == points[0]
 
 

@@ -38,7 +38,7 @@ def test_figure_2(cli, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("bitfusoin",), "did you mean 'bitfusion'?"),
+        (("bitfusoin",), "'bitfusoin': there are operation_energy_45nm, "),
         (("bitfusion", "--out", "a.png"), "--out draws figure2"),
         (("figure2", "--out", "a.jpg"), "a.jpg must end in .png, .svg, .pdf, got '.jpg'"),
     ],

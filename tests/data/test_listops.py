@@ -92,7 +92,7 @@ def test_no_list_occurs_twice():
     splits = load("listops", min_length=4, max_length=5, count=3000, test_count=500, depth=2, arguments=3)
     rows = torch.cat([splits.train.inputs, splits.test.inputs])
     assert len(rows.unique(dim=0)) == 3500
-    with pytest.raises(ValueError, match=r"400 different lists .*count=900"):
+    with pytest.raises(ValueError, match=r"only 400 such lists: .*count=900"):
         load("listops", min_length=4, max_length=4, count=900, depth=2, arguments=2, test_count=1)
 
 
@@ -103,15 +103,8 @@ def test_seeds():
     assert not torch.equal(load("listops", **small, seed=1).train.inputs, first.train.inputs)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"min_length": 3}, "min_length must be at least 4, got 3"),
-        ({"max_length": 499}, "max_length must be at least 500, got 499"),
-        ({"depth": 1}, "depth must be at least 2, got 1"),
-        ({"arguments": 1}, "arguments must be at least 2, got 1"),
-    ],
-)
-def test_wrong_settings(options, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("options", [{"min_length": 3}, {"max_length": 499}, {"depth": 1}, {"arguments": 1}])
+def test_wrong_settings(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name}={value}"):
         load("listops", **options)

@@ -19,39 +19,25 @@ def test_answers_by_looking_them_up(pairs, queries, spare, values, seed):
         assert "too few lists" in str(error)  # noqa: PT017
         return
     assert (splits.kind, splits.classes) == ("tokens", values)
-    assert (splits.vocabulary, splits.length) == (1 + keys + values, 2 * pairs + queries)
+    assert (splits.vocabulary, splits.length) == (1 + keys + keys * values, pairs + queries)
     for part in (splits.train, splits.test):
         for row, targets in zip(part.inputs.tolist(), part.targets.tolist(), strict=True):
-            listed, asked = row[: 2 * pairs], row[2 * pairs :]
-            book = dict(zip(listed[::2], listed[1::2], strict=True))
+            book = dict(divmod(token - 1 - keys, values) for token in row[:pairs])
+            asked = [token - 1 for token in row[pairs:]]
             assert len(book) == pairs
             assert len(set(asked)) == queries
-            assert set(listed[::2]) <= set(range(1, keys + 1))
-            assert targets[: 2 * pairs] == [IGNORED] * (2 * pairs)
-            assert [1 + keys + t for t in targets[2 * pairs :]] == [book[key] for key in asked]
-
-
-def test_joined_pairs_are_the_same_lists():
-    options = {"pairs": 5, "queries": 3, "keys": 7, "values": 4, "count": 20, "test_count": 6}
-    apart, joined = load("recall", **options), load("recall", **options, joined=True)
-    assert (joined.kind, joined.classes, joined.vocabulary, joined.length) == ("tokens", 4, 1 + 7 + 28, 8)
-    for part, same in ((joined.train, apart.train), (joined.test, apart.test)):
-        assert part.inputs.dtype == part.targets.dtype == torch.int16
-        pairs, asked = part.inputs[:, :5] - 8, part.inputs[:, 5:]
-        assert torch.equal(1 + pairs // 4, same.inputs[:, :10:2])
-        assert torch.equal(8 + pairs % 4, same.inputs[:, 1:10:2])
-        assert torch.equal(asked, same.inputs[:, 10:])
-        assert torch.equal(part.targets[:, 5:], same.targets[:, 10:])
-        assert (part.targets[:, :5] == IGNORED).all()
+            assert set(book) <= set(range(keys))
+            assert targets[:pairs] == [IGNORED] * pairs
+            assert targets[pairs:] == [book[key] for key in asked]
 
 
 def test_draws():
     splits = load("recall")
-    assert splits.train.inputs.shape == (20_000, 72)
+    assert splits.train.inputs.shape == (20_000, 40)
     assert splits.train.inputs.dtype == splits.train.targets.dtype == torch.int16
-    asked = splits.train.targets[:, 64:].flatten().long()
+    asked = splits.train.targets[:, 32:].flatten().long()
     assert (asked.bincount(minlength=64) / len(asked) * 64 - 1).abs().max() < 0.1
-    first = splits.train.inputs[:, 0].long().bincount(minlength=129)[1:]
+    first = ((splits.train.inputs[:, 0].long() - 129) // 64).bincount(minlength=128)
     assert (first / 20_000 * 128 - 1).abs().max() < 0.35
     assert torch.equal(load("recall").train.inputs, splits.train.inputs)
     assert not torch.equal(load("recall", seed=1).train.inputs, splits.train.inputs)
@@ -60,7 +46,7 @@ def test_draws():
 def test_no_list_is_in_both_splits():
     # Of 3 * 2 * 16 = 96 lists, 60 draws take about 45: test lists must be drawn again and again.
     splits = load("recall", pairs=2, queries=1, keys=3, values=4, count=60, test_count=30)
-    train, test = ({tuple(row[:4]) for row in part.inputs.tolist()} for part in (splits.train, splits.test))
+    train, test = ({tuple(row[:2]) for row in part.inputs.tolist()} for part in (splits.train, splits.test))
     assert not train & test
     with pytest.raises(ValueError, match="too few lists for test_count=5"):
         load("recall", pairs=1, queries=1, keys=2, values=2, count=500, test_count=5)
@@ -72,8 +58,7 @@ def test_no_list_is_in_both_splits():
         ({"pairs": 200}, "pairs=200 .*keys=128"),
         ({"queries": 33}, "queries=33 .*pairs=32"),
         ({"values": 0}, "positive"),
-        ({"keys": 40_000}, "keys=40000 .*32768"),
-        ({"keys": 512, "joined": True}, r"keys=512 .*32768"),
+        ({"keys": 512}, "keys=512 .*32768"),
     ],
 )
 def test_wrong_settings(options, message):

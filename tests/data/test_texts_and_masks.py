@@ -96,7 +96,7 @@ def test_masked_reviews(reviews):
     joined = b"\n".join(texts)
     assert splits.train.inputs.flatten().tolist() == ids(joined[: len(joined) // 8 * 8])
     assert (splits.train.targets == IGNORED).all()
-    assert splits.masked
+    assert splits.masked == 0.15
     assert (splits.kind, splits.classes, splits.vocabulary, splits.length) == ("tokens", 256, 258, 8)
     again = load("masked_bytes", reviews, length=8)
     assert torch.equal(again.test.inputs, splits.test.inputs)
@@ -126,7 +126,7 @@ def test_masked_sample():
     count = len(sample_text()) // 256
     assert len(splits.train) + len(splits.test) == count
     assert bytes((splits.train.inputs[0] - 1).to(torch.uint8).tolist()) == sample_text()[256:512]
-    assert splits.masked
+    assert splits.masked == 0.15
     with pytest.raises(ValueError, match="length must be"):
         load("masked_sample", length=1_000_000)
 
@@ -157,7 +157,6 @@ def papers(tmp_path):
         ("0.0", "P3", "P4", repr(b"x" * 200_000), "plain"),
     ]
     pairs(tmp_path / "new_aan_pairs.train.tsv", rows * 3)
-    pairs(tmp_path / "new_aan_pairs.eval.tsv", rows[:1])
     pairs(tmp_path / "new_aan_pairs.test.tsv", rows[::-1])
     return tmp_path
 
@@ -173,9 +172,8 @@ def test_papers(papers):
     assert int((splits.train.inputs[1, 0] > 0).sum()) == 4000
     assert splits.train.inputs[1, 1, :6].tolist() == [*ids(b"plain"), PAD]
     assert splits.test.targets.tolist() == [0, 1]
-    assert len(load("aan", papers, part="eval").test) == 1
     assert (splits.kind, splits.classes, splits.vocabulary, splits.length) == ("pairs", 2, 257, 4096)
-    assert load("aan", papers, limit=3, length=4).train.targets.tolist() == [1, 0, 1]
+    assert sorted(load("aan", papers, limit=3, length=4).train.targets) in ([0, 0, 1], [0, 1, 1])
     assert csv.field_size_limit() == before
 
 

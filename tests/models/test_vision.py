@@ -12,29 +12,10 @@ import ecoformer.models
 
 timm = pytest.importorskip("timm")
 from timm.data import resolve_model_data_config  # noqa: E402
-from timm.models import create_feature_extractor, get_graph_node_names  # noqa: E402
 
-PVT = {f"pvt_v2_b{i}": (64, 128, 320, 512) for i in range(6)} | {"pvt_v2_b0": (32, 64, 160, 256)}
-TWINS = {
-    "twins_svt_small": (64, 128, 256, 512),
-    "twins_svt_base": (96, 192, 384, 768),
-    "twins_svt_large": (128, 256, 512, 1024),
-}
-WIDTHS = PVT | TWINS
-DEPTHS = {
-    "pvt_v2_b0": (2, 2, 2, 2),
-    "pvt_v2_b1": (2, 2, 2, 2),
-    "pvt_v2_b2": (3, 4, 6, 3),
-    "pvt_v2_b3": (3, 4, 18, 3),
-    "pvt_v2_b4": (3, 8, 27, 3),
-    "pvt_v2_b5": (3, 6, 40, 3),
-    "twins_svt_small": (2, 2, 10, 4),
-    "twins_svt_base": (2, 2, 18, 2),
-    "twins_svt_large": (2, 2, 18, 2),
-}
-# In millions, as Wang et al. (PVT v2) and Chu et al. (Twins) have them; the latter cut, we round.
-PUBLISHED = dict(zip(DEPTHS, (3.7, 14.0, 25.4, 45.2, 62.6, 82.0, 24.1, 56.1, 99.3), strict=True))
-REDUCTIONS = (8, 4, 2, 1)
+PVT = [f"pvt_v2_b{i}" for i in range(6)]
+TWINS = [f"twins_svt_{size}" for size in ("small", "base", "large")]
+VARIANTS = PVT + TWINS
 SMALL = ["pvt_v2_b0", "twins_svt_small"]
 NARROW = {
     "pvt_v2_b0": {"depths": (1, 1, 1, 1), "embed_dims": (8, 16, 40, 64)},
@@ -67,10 +48,6 @@ def small(variant, attention="eco", *, x=None, config=None, **kwargs):
     return fit(model, images(64, 96) if x is None else x)
 
 
-def count(model):
-    return sum(p.numel() for p in model.parameters())
-
-
 def on_meta(name, **kwargs):
     with torch.device("meta"):
         return timm.create_model(name, **kwargs)
@@ -79,7 +56,7 @@ def on_meta(name, **kwargs):
 @pytest.mark.parametrize(
     ("variant", "attention"),
     [(variant, attention) for variant in SMALL for attention in ecoformer.list_attentions()]
-    + [(variant, "eco") for variant in WIDTHS if variant not in SMALL],
+    + [(variant, "eco") for variant in VARIANTS if variant not in SMALL],
 )
 def test_every_mechanism_and_every_model(variant, attention):
     config = {"bits": 8, "support": 4} if attention in ("eco", "klsh_eco") else None
@@ -107,42 +84,12 @@ def test_every_mechanism_and_every_model(variant, attention):
         assert torch.equal(twin.eval()(x), model.eval()(x))
 
 
-def published_count(variant, sr=True, shared=False):
-    """Parameters by the papers' formulas; `sr` and `shared` queries and keys are the first three stages'."""
-    dims, total = WIDTHS[variant], 0
-    ratios = (4,) * 4 if variant in {"pvt_v2_b5", *TWINS} else (8, 8, 4, 4)
-    for stage, (d, depth, r) in enumerate(zip(dims, DEPTHS[variant], REDUCTIONS, strict=True)):
-        channels = 3 if stage == 0 else dims[stage - 1]
-        if variant in PVT:
-            total += (49 if stage == 0 else 9) * channels * d + 3 * d + 2 * d  # embedding, its norm; norm
-        else:
-            total += (16 if stage == 0 else 4) * channels * d + 3 * d + 9 * d + d  # the same; position
-        hidden = ratios[stage] * d
-        for layer in range(depth):
-            total += 4 * (d * d + d) + 2 * 2 * d  # q, k, v, output; two norms
-            total += 2 * d * hidden + hidden + d + (10 * hidden if variant in PVT else 0)
-            windowed = variant in TWINS and layer % 2 == 0
-            if r > 1 and sr and not windowed:
-                total += r * r * d * d + d + 2 * d
-            if stage < 3 and shared:
-                total -= d * d + d
-    return total + (0 if variant in PVT else 2 * dims[-1]) + dims[-1] * 1000 + 1000
-
-
-@pytest.mark.parametrize("variant", WIDTHS)
-def test_parameter_counts(variant):
-    assert round(published_count(variant) / 1e6, 1) == PUBLISHED[variant]
-    assert published_count("pvt_v2_b0") == 3_666_760
-    assert count(on_meta(variant)) == published_count(variant)
-    expected = published_count(variant, sr=False, shared=True)
-    assert count(on_meta(f"ecoformer_{variant}", attention="eco")) == expected
-    if variant not in SMALL:
-        return
-    side, linear = 224 // 4, published_count(variant, sr=False)
-    for depth in DEPTHS[variant][:3]:
-        linear += depth * 2 * side * side * 256
-        side //= 2
-    assert count(on_meta(f"ecoformer_{variant}", attention="linformer")) == linear
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sizes_are_those_of_timms_model_converted(variant):
+    original, ours = on_meta(variant), on_meta(f"ecoformer_{variant}", attention="softmax")
+    ecoformer.convert(original, "softmax")
+    found, expected = ({k: x.shape for k, x in model.state_dict().items()} for model in (ours, original))
+    assert found == expected
 
 
 @both
@@ -219,11 +166,10 @@ def test_intermediates(variant):
     assert [f.shape for f in two(x)] == [maps[0].shape, maps[2].shape]
 
 
-@both
-def test_gradient_checkpointing(variant):
-    model, x = small(variant, "eco", drop_path_rate=0.3, proj_drop_rate=0.1).train(), images()
+def test_gradient_checkpointing():
+    model, x = small("pvt_v2_b0", drop_path_rate=0.3, proj_drop_rate=0.1).train(), images()
     attended = []
-    layer = model.get_submodule("stages.0.blocks.0.attn" if variant in PVT else "blocks.0.0.attn")
+    layer = model.get_submodule("stages.0.blocks.0.attn")
     layer.register_forward_hook(lambda *_: attended.append(1))
     gradients = []
     for enable in (False, True, False):
@@ -258,16 +204,6 @@ def test_built_by_name_runs_at_once(variant):
 
 
 @both
-def test_torch_fx(variant):
-    model, x = small(variant, config={"local": (3, 3)}), images(64, 64)
-    last = [name for name in get_graph_node_names(model)[1] if name.endswith("attn")][-1]
-    traced = create_feature_extractor(model, [last, "head"])
-    assert torch.equal(traced(x)["head"], model(x))
-    traced.train()(x)["head"].sum().backward()
-    assert all(p.grad is not None for p in traced.parameters())
-
-
-@both
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("attention", ["eco", "sharp_eco"])
 def test_torchscript_by_tracing(variant, attention):
@@ -286,8 +222,8 @@ def test_torchscript_by_tracing(variant, attention):
 
 
 def test_known_to_timm():
-    assert set(timm.list_models("ecoformer_*")) == {f"ecoformer_{variant}" for variant in WIDTHS}
-    for variant in WIDTHS:
+    assert set(timm.list_models("ecoformer_*")) == {f"ecoformer_{variant}" for variant in VARIANTS}
+    for variant in VARIANTS:
         ours, theirs = (timm.get_pretrained_cfg(f"{p}{variant}") for p in ("ecoformer_", ""))
         for key in ("input_size", "mean", "std", "crop_pct", "interpolation", "first_conv", "classifier"):
             assert getattr(ours, key) == getattr(theirs, key)

@@ -70,18 +70,11 @@ def test_finished_runs_are_not_run_again(compare, tmp_path):
     assert started(tmp_path) == ["eco-0", "eco-1", "softmax-0"]
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ("schedule.steps=6", "schedule.steps was 5, not 6"),
-        ("optimiser.lr=0.5", "optimiser.lr was 0.001, not 0.5"),
-        ("precision=bf16", "precision was fp32, not bf16"),
-    ],
-)
-def test_results_of_other_settings_are_refused(compare, tmp_path, change, expected):
+def test_results_of_other_settings_are_refused(compare, tmp_path):
     compare("--set", "schedule.steps=5")
-    line = refused(compare, "--set", "schedule.steps=5", change, mechanisms=["softmax", "eco"])
-    assert expected in line
+    line = refused(compare, "--set", "optimiser.lr=0.5", mechanisms=["softmax", "eco"])
+    assert "optimiser.lr was 0.001, not 0.5" in line
+    assert "two runs would be called eco-0" in refused(compare, mechanisms=["eco", "eco"])
     assert started(tmp_path) == ["eco-0"], "nothing is started before all is checked"
 
 
@@ -97,14 +90,6 @@ def test_mechanisms_have_their_options_written_at_them(compare, tmp_path):
     assert started(tmp_path) == ["eco-bits8-local3-0", "klsh_eco-0"]
     result = json.loads((tmp_path / "eco-bits8-local3-0" / "result.json").read_text())
     assert result["recipe"]["attention"]["options"] == {"bits": 8, "support": 25, "local": 3}
-
-
-def test_refusals_start_nothing(compare, tmp_path):
-    assert "two runs would be called eco-starta_b-0" in refused(compare, "--grid", "start=a/b,a_b")
-    assert "two runs would be called eco-0" in refused(compare, mechanisms=["eco", "eco"])
-    assert "optimiser.rate" in refused(compare, "--set", "optimiser.rate=1")
-    assert "'recal'" in refused(compare, recipe="recal")
-    assert started(tmp_path) == []
 
 
 def test_a_run_without_a_result_is_named_by_the_exit_status(compare, tmp_path):

@@ -41,7 +41,6 @@ def test_all_contestants_train_equally_long_and_are_compared(tmp_path, monkeypat
     assert {(found["steps"], found["test_samples"]) for found in results} == {(2, 4)}
     assert len({json.dumps(found["recipe"]["schedule"]) for found in results}) == 1
     assert all(found["recipe"]["start"] is None for found in results)
-    assert (tmp_path / "accuracy.svg").read_text().startswith("<?xml")
     files = [tmp_path / name / "model.safetensors" for name in names]
     before = [file.stat().st_mtime_ns for file in files]
     again = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), "--json", *options])

@@ -9,10 +9,9 @@ import threading
 from contextlib import nullcontext, suppress
 
 import pytest
-from training_runs import PLAIN, child, contents, fail, in_step, recipe, status_of, stopped, whole
+from training_runs import PLAIN, child, contents, in_step, recipe, status_of, whole
 
 from ecoformer.training import train
-from ecoformer.training.run import load_splits
 
 
 @pytest.fixture
@@ -84,8 +83,8 @@ def test_a_killed_training_does_not_keep_the_lock(busy, plain, expected):
     assert whole(plain, folder, resume=True) == expected
 
 
-LINKS = (".recipe.yaml.part", ".metrics.jsonl.part", ".result.json.part", "metrics.jsonl", "changes.txt")
-LINKS += ("model.safetensors", "result.json", "recipe.yaml", ".lock", "checkpoints/.writing-000000006")
+LINKS = ("metrics.jsonl", "changes.txt", "model.safetensors", "result.json", "recipe.yaml", ".lock")
+LINKS += ("checkpoints/.writing-000000006",)
 
 
 @pytest.mark.parametrize("name", LINKS)
@@ -115,25 +114,3 @@ def test_no_folder_is_written_through_a_link(name, halfway, tmp_path):
     with pytest.raises(OSError, match=f"{name} is a link"):
         train(recipe(PLAIN, "keep=1", folder=tmp_path), halfway.path, resume=True, show=False)
     assert contents(other) == before
-
-
-MASKED_RECIPE = {**PLAIN, "data": {"name": "masked_sample", "options": {"length": 64, "limit": 64}}}
-
-
-def hidden(splits):
-    return float((splits.test.targets != -100).float().mean())
-
-
-def test_training_and_testing_hide_the_same_share(tmp_path, monkeypatch):
-    chosen = recipe(MASKED_RECIPE, "mask_rate=0.4", folder=tmp_path)
-    assert hidden(load_splits(chosen)) == pytest.approx(0.4, abs=0.03)
-    rates = []
-    monkeypatch.setattr(
-        "ecoformer.training.batches.mask_bytes",
-        lambda inputs, generator, rate: (rates.append(rate), (inputs.long(), inputs.long() - 1))[1],
-    )
-    in_step(monkeypatch, 0, fail)
-    stopped(chosen, tmp_path / "run")
-    assert rates == [0.4]
-    with pytest.raises(ValueError, match=r"data\.options\.rate is now mask_rate"):
-        recipe(MASKED_RECIPE, "data.options.rate=0.4", folder=tmp_path)

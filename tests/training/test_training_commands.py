@@ -232,15 +232,6 @@ def test_only_training_steps_are_compiled(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_compiled(tmp_path):
-    undropped = ["model.options.dropout=0.0"]  # compiled code draws otherwise
-    chosen = recipe(MASKED, "compile=true", *undropped, folder=tmp_path)
-    result = train(chosen, tmp_path / "run", show=False)
-    plain = train(recipe(MASKED, *undropped, folder=tmp_path), tmp_path / "plain", show=False)
-    assert result["test_loss"] == pytest.approx(plain["test_loss"], rel=1e-3)
-
-
-@pytest.mark.slow
 def test_the_command_asked_to_stop(tmp_path):
     file = tmp_path / "long.yaml"
     file.write_text(yaml.safe_dump(PLAIN | {"schedule": {"steps": 100_000}, "save_every": 100_000}))

@@ -90,15 +90,3 @@ def test_a_passing_error_in_reading_loses_nothing(what, halfway, plain, expected
             train(plain, halfway.path, resume=True, show=False)
     assert contents(halfway.path) == before
     assert whole(plain, halfway.path, resume=True) == expected
-
-
-def test_a_run_stopped_where_its_folder_cannot_be_read(plain, tmp_path, monkeypatch):
-    def unlisted(*args):
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    def lose(trainer, loss):
-        monkeypatch.setattr("os.listdir", unlisted)
-        fail(trainer, loss)
-
-    in_step(monkeypatch, 3, lose)
-    assert stopped(plain, tmp_path / "run").startswith("power cut; the checkpoints cannot be listed in ")

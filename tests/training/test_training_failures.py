@@ -28,7 +28,7 @@ from training_runs import (
 
 import ecoformer.training.run as run_module
 from ecoformer import storage
-from ecoformer.data import Splits
+from ecoformer.data import Arrays, Splits
 from ecoformer.training import console, train
 from ecoformer.training.batches import Decoded
 from ecoformer.training.folder import RunFolder
@@ -256,7 +256,7 @@ def test_another_recipe_is_not_resumed(halfway, tmp_path):
 
 def test_other_data_are_not_trained_on(halfway, plain):
     splits = run_module.load_splits(plain)
-    fewer = type(splits)(splits.train.select(torch.arange(38)), splits.test, "tokens", 8, 17, 8)
+    fewer = type(splits)(Arrays(*splits.train.batch(torch.arange(38))), splits.test, "tokens", 8, 73, 5)
     with pytest.raises(ValueError, match="was trained on 40 samples, but the data now have 38"):
         train(plain, halfway.path, resume=True, show=False, splits=fewer)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from timm.data import create_transform
-from training_runs import PICTURES, PLAIN, recipe
+from training_runs import MASKED, PICTURES, PLAIN, recipe
 
 from ecoformer import list_attentions, load
 from ecoformer.data.splits import Arrays, Splits
@@ -19,7 +19,7 @@ from ecoformer.training import as_yaml, list_recipes, load_recipe, train
 from ecoformer.training.batches import Task, seed_everything, transform_of
 from ecoformer.training.folder import RunFolder
 from ecoformer.training.loop import Trainer
-from ecoformer.training.model import build_model, build_optimizer, learning_rate
+from ecoformer.training.model import build_model, learning_rate
 from ecoformer.training.recipe import Augment
 from ecoformer.training.run import load_splits
 
@@ -187,22 +187,6 @@ def test_targets_that_cannot_be_learned_are_said_before_anything_is_written(part
     assert not (tmp_path / "run/recipe.yaml").exists()
 
 
-@pytest.mark.parametrize(("name", "betas"), [("adamw", (0.8, 0.7)), ("adan", (0.9, 0.8, 0.7))])
-def test_betas_reach_the_optimiser(name, betas, tmp_path):
-    changes = (f"optimiser.name={name}", f"optimiser.betas={list(betas)}")
-    optimiser = build_optimizer(torch.nn.Linear(2, 2), recipe(PLAIN, *changes, folder=tmp_path))
-    assert {tuple(group["betas"]) for group in optimiser.param_groups} == {betas}
-
-
-@pytest.mark.parametrize("name", ["sgd", "adan"])
-def test_betas_are_not_ignored(name, tmp_path):
-    plain = recipe(PLAIN, f"optimiser.name={name}", folder=tmp_path)
-    build_optimizer(torch.nn.Linear(2, 2), plain)
-    other = recipe(PLAIN, f"optimiser.name={name}", "optimiser.betas=[0.9, 0.999]", folder=tmp_path)
-    with pytest.raises(ValueError, match=r"optimiser\.betas"):
-        build_optimizer(torch.nn.Linear(2, 2), other)
-
-
 ELSEWHERE = [
     {"checkpoint_path": "evil.pth"},
     {"pretrained": True},
@@ -236,6 +220,15 @@ def test_every_draw_of_an_augmentation_can_be_made(auto):
         except ValueError:
             failed += 1
     assert failed < 50
+
+
+def test_training_and_testing_hide_the_same_share(tmp_path):
+    chosen = recipe(MASKED, "data.options.rate=0.4", folder=tmp_path)
+    splits = load_splits(chosen)
+    clean = splits.train.batch(torch.arange(40))
+    _, targets = Task(chosen, splits).training_batch(*clean, torch.Generator())
+    for asked in (targets, splits.test.targets):
+        assert float((asked != -100).float().mean()) == pytest.approx(0.4, abs=0.03)
 
 
 def test_erasing_of_pictures_in_memory(tmp_path):

@@ -36,7 +36,7 @@ def test_another_architecture(name, tmp_path):
 
 
 def test_a_model_of_pairs_for_tokens(tmp_path):
-    sizes = {"vocabulary": 17, "length": 8, "classes": 8, "dim": 8, "depth": 1, "num_heads": 1, "hidden": 8}
+    sizes = {"vocabulary": 73, "length": 5, "classes": 8, "dim": 8, "depth": 1, "num_heads": 1, "hidden": 8}
     path = ecoformer.save(TwoTowerEncoder(**sizes, attention="softmax"), tmp_path / "towers")
     with pytest.raises(ValueError, match="start: towers holds TwoTowerEncoder, but the recipe trains TextE"):
         train(recipe(PLAIN, f"start={path}", folder=tmp_path), tmp_path / "run", show=False)

@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ecoformer.operations import Convolution, Product
-
 from .array import BitFusion, check_positive
 from .tiling import Bits, Op, Problem, Schedule, Tile, lower, schedules, tiles
 
@@ -38,11 +36,6 @@ class EnergyParts(NamedTuple):
     activation_writes: float = 0.0
     output_reads: float = 0.0
     output_writes: float = 0.0
-
-    @property
-    def buffers(self) -> float:
-        """The three buffers, read and written."""
-        return sum(self[2:])
 
 
 @dataclass(frozen=True)
@@ -117,8 +110,6 @@ def simulate(op: Op, bits: Bits = (8, 8), array: BitFusion = PAPER_ARRAY) -> Tot
         bits: of activations, the left operand, and of weights.
         array: the accelerator.
     """
-    if not isinstance(op, Product | Convolution):
-        raise TypeError(f"op must be a Product or a Convolution, got {type(op).__name__}")
     for item in fields(op):
         value = getattr(op, item.name)
         for number in value if isinstance(value, tuple) else (value,):

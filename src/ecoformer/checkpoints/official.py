@@ -216,22 +216,18 @@ def _check_records(file: BinaryIO) -> None:
 
 
 def _family_of(state: Mapping[str, Tensor]) -> Family:
-    converted = [key for key in state if ".attn.attention." in key]
-    if converted:
-        raise CheckpointError(
-            f"saved from a model of ecoformer's own, not a released one: {_list(converted)}"
-        )
+    if any(".attn.attention." in key for key in state):
+        raise CheckpointError("a model of ecoformer's own, not a released one: use ecoformer.load")
     reduced = [key for key in state if _REDUCED.search(key)]
     if reduced:
         raise CheckpointError(
-            "weights of an original model with spatial reduction, not an EcoFormer checkpoint: "
-            f"{_list(reduced)}. Load them with timm, as in timm.create_model('pvt_v2_b0', pretrained=True), "
-            "and make that model an EcoFormer with ecoformer.convert(model, 'eco')"
+            f"weights of an original model with spatial reduction ({reduced[0]}): load them with timm, and "
+            "convert that model with ecoformer.convert"
         )
     votes = {family: sum(map(bool, map(own.match, state))) for family, own in _OWN_KEY.items()}
     family = max(votes, key=lambda name: votes[name])
     if not votes[family]:
-        raise CheckpointError(f"no released PVTv2 or Twins checkpoint has keys like {_list(list(state))}")
+        raise CheckpointError(f"no released PVTv2 or Twins checkpoint has keys like {next(iter(state))}")
     return family
 
 
@@ -248,10 +244,6 @@ def _shape(state: Mapping[str, Tensor], key: str, dimensions: int) -> tuple[int,
     if len(shape) != dimensions or 0 in shape:
         raise CheckpointError(f"{key} is {shape}, not a tensor of {dimensions} dimensions")
     return shape
-
-
-def _list(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _describe(family: Family, arguments: dict[str, Any]) -> dict[str, Any]:

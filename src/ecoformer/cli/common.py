@@ -25,9 +25,6 @@ NATIVE = "native"
 INPUTS = ("resolution", "tokens")
 """Parameters of the input in `--sweep`; all others are arguments of the mechanism."""
 
-_SYNONYMS = {"m": "support"}
-"""The paper's letters for settings."""
-
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 MODEL_HELP = "A name (timm, Hugging Face, `lra_text`), a checkpoint, or a folder of `save_pretrained`."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
@@ -37,9 +34,6 @@ Attention = Annotated[str, typer.Option(help="The mechanism; `ecoformer info` li
 Layers = Annotated[
     list[str] | None,
     typer.Option(help="Pattern of layer names, such as `stages.1.*`, or `all`; repeatable."),
-]
-Compare = Annotated[
-    str, typer.Option(help="Mechanisms between commas: `softmax,eco`; `native` is the model as it is.")
 ]
 Settings = Annotated[
     list[str] | None,
@@ -134,7 +128,7 @@ def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals or not key.isidentifier():
             raise ValueError(f"--set takes KEY=VALUE, such as bits=8, got {text!r}")
-        found[_SYNONYMS.get(key, key)] = _value(value)
+        found[key] = _value(value)
     return found
 
 
@@ -146,7 +140,7 @@ def parse_sweep(text: str) -> tuple[str, list[Any]]:
         raise ValueError(f"--sweep takes KEY=VALUE,VALUE, such as resolution=224,384, got {text!r}")
     if key in INPUTS and not all(type(value) is int and value > 0 for value in found):
         raise ValueError(f"--sweep {key} takes positive integers, got {values!r}")
-    return _SYNONYMS.get(key, key), found
+    return key, found
 
 
 def _value(text: str) -> Any:
@@ -179,7 +173,7 @@ def counted_model(
     Settings that the mechanism does not have are ignored.
     """
     model = open_model(name, resolution=resolution, tokens=tokens, shapes_only=True).model
-    _, inputs = inputs_of(model, resolution, tokens)
+    inputs = inputs_of(model, resolution, tokens)
     example = inputs(batch)
     if mechanism != NATIVE:
         known = attention_class(mechanism).settings()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -23,18 +22,11 @@ def demo(
 
     Example: `ecoformer demo --out runs/demo`
     """
-    if not as_json:
-        typer.echo("Generated pictures of 1,024 tokens; four kinds of attention, equally long.")
-        typer.echo("The first run on a machine also compiles the CPU kernels.")
     from ecoformer.report.demo import run_demo
 
-    def progress(line: str) -> None:
-        if not as_json:
-            typer.echo(line)
-
-    found = run_demo(out, changes=tuple(change or ()), progress=progress, show=not as_json)
+    found = run_demo(out, changes=tuple(change or ()), show=not as_json)
     if as_json:
-        print_json(asdict(found))
+        print_json(found)
         return
     rows = [
         {
@@ -44,9 +36,8 @@ def demo(
             "energy (exact)": f"{row['exact_mj']:.3g} mJ",
             "time": f"{row['ms']:.1f} ms",
         }
-        for row in found.rows
+        for row in found["rows"]
     ]
     print_table(["model"], rows, list(rows[0])[1:])
-    for text in (*found.verdicts, *found.notes):
+    for text in (*found["verdicts"], *found["notes"]):
         typer.echo(textwrap.fill(text, 79))
-    typer.echo(f"figure: {found.figure}")

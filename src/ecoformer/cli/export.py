@@ -14,7 +14,7 @@ from ecoformer.cli import common
 from ecoformer.cli.samples import Samples, check_target
 from ecoformer.cli.sources import inputs_of, open_model
 from ecoformer.conversion import convert as convert_model
-from ecoformer.export import OPSET, export_onnx
+from ecoformer.export import export_onnx
 
 
 def export(
@@ -35,7 +35,6 @@ def export(
         ),
     ] = None,
     samples: Annotated[int, typer.Option(help="Images or texts to compare on.", min=1)] = 64,
-    opset: Annotated[int, typer.Option(help="Version of ONNX's operators.", min=18)] = OPSET,
     force: Annotated[bool, typer.Option("--force", help="Overwrite OUT.")] = False,
     as_json: common.AsJson = False,
 ) -> None:
@@ -56,7 +55,7 @@ def export(
     with common.progress(as_json) as progress:
         progress(f"opening {model}")
         opened = open_model(model, pretrained=pretrained, resolution=resolution, tokens=tokens)
-        _, inputs = inputs_of(opened.model, resolution, tokens)
+        inputs = inputs_of(opened.model, resolution, tokens)
         example = _text_inputs(opened.model, inputs(2))
         notes = list(opened.notes)
         if attention is not None:
@@ -64,9 +63,11 @@ def export(
             notes += convert_model(opened.model, attention, **how).notes
         compare_on: Any = ()
         if data is not None:
-            compare_on = _like(example, islice(Samples(opened, data, batch=1, seed=0), samples))
+            compare_on = islice(Samples(opened, data, batch=1, seed=0), samples)
+            if isinstance(example, dict):
+                compare_on = ({name: batch[name] for name in example} for batch in compare_on)
         progress(f"exporting {opened.what}, and comparing it in ONNX Runtime: about a minute")
-        made = export_onnx(opened.model, target, example, samples=compare_on, opset=opset)
+        made = export_onnx(opened.model, target, example, samples=compare_on)
     facts = asdict(made) | {"path": str(made.path), "notes": notes}
     common.show(facts, "\n".join([str(made), *(f"note: {note}" for note in notes)]), as_json)
 
@@ -81,9 +82,3 @@ def _text_inputs(model: Any, example: torch.Tensor) -> Any:
     if getattr(model.config, "type_vocab_size", 0) > 1:
         found["token_type_ids"] = torch.zeros_like(example)
     return found
-
-
-def _like(example: Any, batches: Any) -> Any:
-    """Batches with the inputs that the example has."""
-    for batch in batches:
-        yield {name: batch[name] for name in example} if isinstance(example, dict) else batch

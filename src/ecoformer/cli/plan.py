@@ -33,7 +33,7 @@ def plan(
     with common.progress(as_json) as progress:
         progress(f"opening {model}")
         opened = open_model(model, resolution=resolution, tokens=tokens).model
-        _, inputs = inputs_of(opened, resolution, tokens)
+        inputs = inputs_of(opened, resolution, tokens)
         progress("measuring both models")
         how: dict[str, Any] = {"layers": layers or None, "energy": energy, "measure": measure}
         found = plan_of(opened, attention, inputs(batch), **how, **config)

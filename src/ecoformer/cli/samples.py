@@ -88,16 +88,10 @@ class Samples:
 
     def _make(self, items: list[Any]) -> Any:
         if self.path.is_dir():
-            return torch.stack([self._image(file) for file in items])
+            return torch.stack([self.transform(read_image(file)) for file in items])
         most = min(512, longest_text(self.source.model))
         if self._reads_bytes():
             return byte_tokens(items, min(most, max(len(text.encode()) for text in items)))
         tokenizer: Any = self.source.tokenizer
         texts = tokenizer(items, padding=True, truncation=True, max_length=most, return_tensors="pt")
         return dict(texts)
-
-    def _image(self, file: str) -> Any:
-        try:
-            return self.transform(read_image(file))
-        except ValueError as error:
-            raise ValueError(f"--data: {error}") from error

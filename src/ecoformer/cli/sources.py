@@ -67,16 +67,10 @@ def open_model(
 ) -> Source:
     """Open a model.
 
-    Args:
-        name: a file of `ecoformer.save` or of the authors of EcoFormer; weights of the timm model
-            `architecture`; a folder written by `save_pretrained` of transformers or ours; or the name of a
-            model of timm or on the Hugging Face Hub.
-        architecture: the timm model of a weights file.
-        pretrained: load the weights of a model that is given by its name; otherwise they are random.
-        resolution: a model without trained weights is built for images of this size, if it takes one only.
-        tokens: likewise for the length of texts.
-        needs_weights: refuse a folder without weights.
-        shapes_only: build models on the meta device where no file is needed for that.
+    The name is a file of `ecoformer.save` or of the authors of EcoFormer; weights of the timm model
+    `architecture`; a folder written by `save_pretrained` of transformers or ours; or a model of timm or on
+    the Hugging Face Hub. Models without trained weights are built for `resolution` and `tokens`, and with
+    `shapes_only` on the meta device.
     """
     path = Path(name)
     if architecture is not None and not path.is_file():
@@ -213,8 +207,8 @@ def _timm(name: str, image_size: int | None = None, **arguments: Any) -> nn.Modu
 
 def inputs_of(
     model: Any, resolution: int | None = None, tokens: int | None = None
-) -> tuple[dict[str, int], Callable[[int], Tensor]]:
-    """What sizes the inputs of a model have, and a function that makes a batch of them.
+) -> Callable[[int], Tensor]:
+    """A function that makes a batch of inputs.
 
     By default images have the model's own size, and texts are as long as the model takes.
     """
@@ -227,7 +221,7 @@ def inputs_of(
         if length > longest:
             raise ValueError(f"--tokens {length}: texts of this {kind} have {longest} tokens at most")
         ids = (2, min(257, config.get_text_config().vocab_size if config else 257))
-        return {"tokens": length}, lambda n: torch.randint(*ids, (n, length), generator=_generator(n))
+        return lambda n: torch.randint(*ids, (n, length), generator=_generator(n))
     if takes != "pixel_values":
         raise ValueError(f"{kind} takes {takes}: a command can make texts (input_ids) and images only")
     if tokens is not None:
@@ -237,7 +231,7 @@ def inputs_of(
     size = resolution or own or getattr(config, "image_size", None) or settings.get("input_size", (224,))[-2:]
     height, width = (size, size) if isinstance(size, int) else (size[0], size[-1])
     channels: Any = getattr(model, "in_chans", None) or getattr(config, "num_channels", 3)
-    return {"resolution": height}, lambda n: torch.randn(n, channels, height, width, generator=_generator(n))
+    return lambda n: torch.randn(n, channels, height, width, generator=_generator(n))
 
 
 def input_name(model: Any) -> str:

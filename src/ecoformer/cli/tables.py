@@ -10,7 +10,7 @@ import typer
 from rich.padding import Padding
 
 from ecoformer.cli.common import AsJson, plain_console, print_json, print_table, progress, say
-from ecoformer.report.figures import check_target, save, shares_figure
+from ecoformer.report.figures import PARTS, check_target, save_shares
 from ecoformer.report.ours import figure2
 from ecoformer.report.tables import STATUSES, Cell, PaperTable, list_tables, paper_table
 
@@ -62,18 +62,18 @@ def _figure2(out: Path | None, as_json: bool) -> None:
         show("counting")
         rows = figure2()
     if out is not None:
-        typer.echo(f"wrote {save(shares_figure(rows), out)}")
+        save_shares(rows, out)
+        typer.echo(f"wrote {out}")
     elif as_json:
         print_json(rows)
     else:
-        parts = ("attention", "ffn", "other")
-        totals = [sum(row[part] for part in parts) for row in rows]
+        totals = [sum(row[part] for part in PARTS) for row in rows]
         cells = [
             {"model": row["model"], "mechanism": row["mechanism"], "mJ": f"{total * 1e-9:.3g}"}
-            | {part: f"{row[part] / total:.1%}" for part in parts}
+            | {part: f"{row[part] / total:.1%}" for part in PARTS}
             for row, total in zip(rows, totals, strict=True)
         ]
-        print_table(["model", "mechanism"], cells, ["mJ", *parts])
+        print_table(["model", "mechanism"], cells, ["mJ", *PARTS])
 
 
 def _show(found: list[PaperTable]) -> None:

@@ -3,7 +3,7 @@
 from ecoformer.data import images, listops, mosaic, recall, samples  # noqa: F401  registers their data sets
 from ecoformer.data.masking import MASK, mask_bytes
 from ecoformer.data.registry import list_datasets, load, register_dataset
-from ecoformer.data.splits import IGNORED, Arrays, Images, Splits
+from ecoformer.data.splits import IGNORED, Arrays, Splits
 from ecoformer.data.texts import PAD, byte_tokens
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "MASK",
     "PAD",
     "Arrays",
-    "Images",
     "Splits",
     "byte_tokens",
     "list_datasets",

@@ -27,16 +27,8 @@ def augment(
 ) -> Tensor:
     """Bytes (B, C, H, W) for training, as float (B, C, size, size).
 
-    In this order: shift by up to `pad` pixels, mirror, resize, normalise.
-
-    Args:
-        images: of uint8.
-        generator: on the device of the images.
-        size: height and width that the model takes.
-        mean: of each channel, in 0..1.
-        std: of each channel.
-        pad: black pixels around a picture, out of which one of the old size is cropped at random.
-        flip: mirror half of the pictures left to right.
+    In this order: crop at random after padding with `pad` black pixels, mirror half of the pictures, resize,
+    normalise. The generator is on the device of the images.
     """
     if pad:
         images = _shifted(images, generator, pad)

@@ -19,13 +19,7 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")  # some data set
 
 
 def find_files(folder: Path, endings: str | tuple[str, ...], *, deep: bool = False) -> list[str]:
-    """Sorted paths of the files in a folder with one of these endings, hidden ones left out.
-
-    Args:
-        folder: has no files if it does not exist.
-        endings: of file names, in lower case.
-        deep: include the folders below, except links to folders.
-    """
+    """Sorted paths of files with these endings in a folder, or below it too; hidden ones are left out."""
 
     def fail(error: OSError) -> None:
         raise error

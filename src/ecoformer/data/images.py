@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ecoformer.data.files import IMAGE_ENDINGS, find_files
+from ecoformer.data.files import IMAGE_ENDINGS, read_image
 from ecoformer.data.registry import register_dataset
-from ecoformer.data.splits import Arrays, Images, Splits
+from ecoformer.data.splits import Arrays, Splits
 from ecoformer.third_party import import_library
 
 _CIFAR = "{}, unpacked from the official archive"
@@ -18,37 +18,25 @@ _CIFAR = "{}, unpacked from the official archive"
 
 @register_dataset("imagefolder", layout="train/CLASS/*.jpg and val/CLASS/*.jpg (or test/CLASS/*.jpg)")
 def imagefolder(root: Path) -> Splits:
-    """Pictures of any size; classes are numbered by their names in order.
+    """Pictures of any size, read by torchvision; classes are numbered by their names in order.
 
     Pictures may lie in further folders below that of their class. `val` is preferred to `test`.
     """
+    reader: Any = import_library("torchvision.datasets").ImageFolder
     test = next((root / name for name in ("val", "test") if (root / name).is_dir()), root / "val")
     for folder in (root / "train", test):
         if not folder.is_dir():
             raise FileNotFoundError(f"imagefolder: there is no folder {folder}; put CLASS/*.jpg there")
-    classes = _classes(root / "train")
-    train, test_part = _folder_images(root / "train", classes), _folder_images(test, classes)
-    return Splits(train, test_part, "images", len(classes))
+    parts = [reader(folder, loader=read_image, is_valid_file=_is_image) for folder in (root / "train", test)]
+    if parts[0].classes != parts[1].classes:
+        differing = sorted({*parts[0].classes} ^ {*parts[1].classes})
+        raise ValueError(f"imagefolder: only one of train and {test.name} has the class {differing[0]!r}")
+    return Splits(parts[0], parts[1], "images", len(parts[0].classes))
 
 
-def _classes(folder: Path) -> tuple[str, ...]:
-    names = (entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
-    classes = tuple(sorted(names))
-    if not classes:
-        raise FileNotFoundError(f"imagefolder: {folder} has no folders; put CLASS/*.jpg there")
-    return classes
-
-
-def _folder_images(folder: Path, classes: tuple[str, ...]) -> Images:
-    unknown = sorted(set(_classes(folder)) - set(classes))
-    if unknown:
-        raise ValueError(f"imagefolder: {folder} has a class {unknown[0]!r} that train lacks")
-    found = [find_files(folder / name, IMAGE_ENDINGS, deep=True) for name in classes]
-    paths = tuple(path for part in found for path in part)
-    if not paths:
-        raise FileNotFoundError(f"imagefolder: {folder} holds no pictures ({', '.join(IMAGE_ENDINGS)})")
-    labels = torch.arange(len(classes)).repeat_interleave(torch.tensor([len(part) for part in found]))
-    return Images(paths, labels)
+def _is_image(path: str) -> bool:
+    name = os.path.basename(path).lower()
+    return name.endswith(IMAGE_ENDINGS) and not name.startswith(".")
 
 
 @register_dataset(

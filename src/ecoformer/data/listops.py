@@ -45,12 +45,11 @@ def listops(
         arguments: most arguments of a list.
         seed: of all draws.
     """
-    shape = {"min_length": min_length, "max_length": max_length, "depth": depth, "arguments": arguments}
-    settings = {**shape, "count": count, "test_count": test_count}
-    least = {"min_length": 4, "max_length": min_length, "depth": 2, "arguments": 2}
-    for name, low in {**least, "count": 1, "test_count": 1}.items():
-        if settings[name] < low:
-            raise ValueError(f"{name} must be at least {low}, got {settings[name]}")
+    if not 4 <= min_length <= max_length or min(depth, arguments) < 2 or min(count, test_count) < 1:
+        raise ValueError(
+            f"4 <= min_length={min_length} <= max_length={max_length}, depth={depth} and "
+            f"arguments={arguments} at least 2, count={count} and test_count={test_count} at least 1"
+        )
     draw = random.Random(seed).random
     found: dict[bytes, int] = {}
     fruitless = 0
@@ -61,9 +60,8 @@ def listops(
         if value is not None and min_length <= len(tokens) <= max_length and bytes(tokens) not in found:
             found[bytes(tokens)], fruitless = value, 0
         if fruitless == _FRUITLESS:
-            given = ", ".join(f"{name}={value}" for name, value in shape.items())
             raise ValueError(
-                f"{given} gave {len(found)} different lists and no more: widen them, or lower count={count}"
+                f"there are only {len(found)} such lists: lower count={count}, or allow longer ones"
             )
     inputs = torch.full((len(found), max_length), PAD, dtype=torch.uint8)
     for row, ids in zip(inputs, found, strict=True):

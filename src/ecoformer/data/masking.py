@@ -119,5 +119,5 @@ def _masked(train: Tensor, test: Tensor, rate: float, seed: int) -> Splits:
         classes=256,
         vocabulary=MASK + 1,
         length=train.shape[1],
-        masked=True,
+        masked=rate,
     )

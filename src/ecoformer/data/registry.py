@@ -59,8 +59,6 @@ def load(
     unknown = sorted(options.keys() - known)
     if unknown:
         raise TypeError(f"{name} has no option {', '.join(unknown)}: it takes {', '.join(known)}")
-    if "limit" in known:
-        options["limit"] = limit
     splits = make(*_folder(name, layout, root), **options)
     if limit is not None:
         splits = replace(splits, train=limited(splits.train, limit), test=limited(splits.test, limit))

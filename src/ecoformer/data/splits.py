@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from ecoformer.arguments import shape
-from ecoformer.data.files import read_image
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -49,37 +48,9 @@ class Arrays:
         index = index.to(self.inputs.device)
         return self.inputs[index], self.targets[index]
 
-    def select(self, index: Tensor) -> Arrays:
-        """The samples of an index, as copies."""
-        return Arrays(*self.batch(index))
-
     def to(self, device: str | torch.device) -> Arrays:
         """The same samples on a device."""
         return Arrays(self.inputs.to(device), self.targets.to(device))
-
-    @property
-    def labels(self) -> Tensor | None:
-        """Classes (N,), or None where each token has its own target."""
-        return self.targets if self.targets.ndim == 1 else None
-
-
-@dataclass(frozen=True, eq=False)
-class Images:
-    """Pictures in files, decoded on access.
-
-    Attributes:
-        paths: file of each picture.
-        labels: class (N,) of each picture.
-    """
-
-    paths: tuple[str, ...]
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, i: int) -> tuple[Image.Image, int]:
-        return read_image(self.paths[i]), int(self.labels[i])
 
 
 class Pictures(Protocol):
@@ -102,8 +73,8 @@ class Splits:
         vocabulary: number of token ids, padding included; 0 for images.
         length: tokens of a row; 0 for images.
         name: name of the data set.
-        masked: training samples are clean, and their targets `IGNORED`, until `mask_bytes` draws both for a
-            batch; test samples are masked once, the same for everyone.
+        masked: share of bytes that `mask_bytes` hides in a batch of training samples, which are clean and
+            have `IGNORED` targets until then; test samples are masked already.
     """
 
     train: Arrays | Pictures
@@ -113,7 +84,7 @@ class Splits:
     vocabulary: int = 0
     length: int = 0
     name: str = ""
-    masked: bool = False
+    masked: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in _DIMENSIONS:
@@ -142,9 +113,9 @@ def balanced(labels: Tensor, limit: int) -> Tensor:
     return order[turn.argsort(stable=True)][:limit].sort().values
 
 
-def labels_of(part: Arrays | Pictures) -> Tensor | None:
-    """Classes (N,), as far as they are known without decoding: of `Images` and torchvision's data sets."""
-    found = part.labels if isinstance(part, (Arrays, Images)) else getattr(part, "targets", None)
+def targets_of(part: Arrays | Pictures) -> Tensor | None:
+    """Targets as far as they are known without decoding: of `Arrays` and torchvision's data sets."""
+    found = getattr(part, "targets", None)
     return None if found is None else torch.as_tensor(found)
 
 
@@ -152,9 +123,11 @@ def limited(part: Arrays | Pictures, limit: int) -> Arrays | Pictures:
     """At most `limit` samples of a part, see `balanced`."""
     if len(part) <= limit:
         return part
-    labels = labels_of(part)
-    chosen = balanced(torch.zeros(len(part), dtype=torch.int64) if labels is None else labels, limit)
+    targets = targets_of(part)
+    if targets is None or targets.ndim != 1:
+        targets = torch.zeros(len(part), dtype=torch.int64)
+    chosen = balanced(targets, limit)
     if isinstance(part, Arrays):
-        return part.select(chosen)
+        return Arrays(*part.batch(chosen))
     source: Any = part
     return Subset(source, chosen.tolist())

@@ -6,7 +6,7 @@ import csv
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -96,15 +96,8 @@ def _reviews(folder: Path, length: int, kept: int) -> Arrays:
     return Arrays(byte_tokens(texts, length, cut=kept, dtype=torch.int16), labels)
 
 
-@register_dataset("aan", layout=f"{_FILE.format('train')}, .eval.tsv and .test.tsv of the Long Range Arena")
-def aan(
-    root: Path,
-    *,
-    length: int = 4096,
-    cut: int | None = None,
-    part: Literal["test", "eval"] = "test",
-    limit: int | None = None,
-) -> Splits:
+@register_dataset("aan", layout=f"{_FILE.format('train')} and .test.tsv of the Long Range Arena")
+def aan(root: Path, *, length: int = 4096, cut: int | None = None) -> Splits:
     """Pairs of texts as bytes; class 1 means that one paper cites the other.
 
     A row of a file has five columns between tabs: class, two ids, two texts. The texts are written as Python
@@ -114,17 +107,13 @@ def aan(
         root: the folder of the files, `tsv_data` of the release.
         length: tokens of a row.
         cut: bytes kept of each text; default: 4,000, or `length` if that is less.
-        part: which file to test on.
-        limit: most pairs of each split: the first ones of each class, in equal shares.
     """
-    if part not in ("test", "eval"):
-        raise ValueError(f'part must be "test" or "eval", got {part!r}')
     kept = check_cut(length, cut)
-    files = [root / _FILE.format(name) for name in ("train", part)]
+    files = [root / _FILE.format(name) for name in ("train", "test")]
     for file in files:
         if not file.is_file():
             raise FileNotFoundError(f"aan: there is no file {file}; it is part of the release's tsv_data")
-    train, test = (_pairs(file, length, kept, limit) for file in files)
+    train, test = (_pairs(file, length, kept) for file in files)
     return Splits(train, test, "pairs", 2, BYTE_IDS, length)
 
 
@@ -138,17 +127,11 @@ def decode_literal(text: str, most: int) -> bytes:
     return data.decode("unicode_escape", "replace").encode("latin-1", "replace")[:most]
 
 
-def _pairs(file: Path, length: int, kept: int, limit: int | None) -> Arrays:
+def _pairs(file: Path, length: int, kept: int) -> Arrays:
     chunks: list[Tensor] = []
     labels: list[int] = []
     texts: list[bytes] = []
-    left = [1 << 62] * 2 if limit is None else [limit // 2, limit - limit // 2]  # of each class
     for label, pair in _rows(file):
-        if not any(left):
-            break
-        if not left[label]:
-            continue
-        left[label] -= 1
         labels.append(label)
         texts += [decode_literal(text, kept) for text in pair]
         if len(texts) == 2 * _CHUNK:

@@ -88,10 +88,6 @@ class TextEncoder(HubMixin, nn.Module):
         pool: Literal["mean", "none"] = "mean",
     ) -> None:
         super().__init__()
-        sizes = {"vocabulary": vocabulary, "length": length, "dim": dim, "depth": depth, "hidden": hidden}
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
         if pool not in ("mean", "none"):
             raise ValueError(f'pool must be "mean" or "none", got {pool!r}')
         self.length, self.dim, self.hidden = length, dim, hidden
@@ -106,9 +102,8 @@ class TextEncoder(HubMixin, nn.Module):
         self.embedding = nn.Embedding(vocabulary, dim)
         self.positions = nn.Parameter(torch.empty(length, dim))
         self.drop = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(
-            Block(_attention(attention, dim, num_heads, config), hidden, dropout) for _ in range(depth)
-        )
+        layers = (create_attention(attention, dim, num_heads, **config) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(layer, hidden, dropout) for layer in layers)
         self.norm = nn.LayerNorm(dim)
         nn.init.trunc_normal_(self.embedding.weight, std=0.02)
         nn.init.trunc_normal_(self.positions, std=0.02)
@@ -142,11 +137,6 @@ class TextEncoder(HubMixin, nn.Module):
         """Replace the head; 0 classes for none."""
         self.head = _head(self.dim, self.hidden, classes).to(self.positions)
         self.classes = classes
-
-    def extra_repr(self) -> str:
-        """What `print(module)` shows."""
-        pool = "" if self.pooling == "mean" else f", pool={self.pooling}"
-        return f"length={self.length}, classes={self.classes}{pool}"
 
     def _padding(self, name: str, tokens: Tensor, mask_name: str, mask: Tensor | None) -> Tensor:
         """Check both arguments; return the mask, or the one that `PAD` makes."""
@@ -216,16 +206,7 @@ class TwoTowerEncoder(HubMixin, nn.Module):
         self.classes = classes
 
 
-def _attention(name: str, dim: int, num_heads: int, config: dict[str, Any]) -> Attention:
-    attn = create_attention(name, dim, num_heads, **config)
-    if attn.local is not None and len(attn.local.sizes) != 1:
-        raise ValueError(f"local={attn.local.sizes} spans an image: a text takes local=k")
-    return attn
-
-
 def _head(width: int, hidden: int, classes: int) -> nn.Module:
-    if classes < 0:
-        raise ValueError(f"classes must be at least 0, got {classes}")
     if not classes:
         return nn.Identity()
     return nn.Sequential(_linear(width, hidden), nn.ReLU(), _linear(hidden, classes))

@@ -8,26 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from timm.models import checkpoint
 from timm.models import twins as original
-from torch import Tensor
 
 from ecoformer.models.vision import WithMechanism, carry_pretrained, default_cfgs_of, register_variants
-
-
-class Block(original.Block):
-    """timm's block with gradient checkpointing."""
-
-    grad_checkpointing = False
-
-    def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
-        """Tokens (B, N, C) of a feature map of that size."""
-        if self.grad_checkpointing and torch.is_grad_enabled():
-            out: Tensor = checkpoint(super().forward, x, size)
-            return out
-        out = super().forward(x, size)
-        return out
 
 
 class EcoTwins(WithMechanism, original.Twins):
@@ -36,15 +19,7 @@ class EcoTwins(WithMechanism, original.Twins):
     Arguments are those of `WithMechanism` and of timm's class.
     """
 
-    def given_to_timm(self, img_size: int | tuple[int, int]) -> dict[str, Any]:
-        """Twins needs the size of its images, and takes our blocks."""
-        return {"img_size": img_size, "block_cls": Block}
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute blocks in the backward pass, to keep only their inputs in memory."""
-        for module in self.modules():
-            if isinstance(module, Block):
-                module.grad_checkpointing = enable
+    takes_img_size = True
 
 
 SIZES: dict[str, dict[str, Any]] = {

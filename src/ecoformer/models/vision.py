@@ -30,6 +30,9 @@ class WithMechanism(HubMixin):
         kwargs: those of timm's class.
     """
 
+    takes_img_size = False
+    """Whether timm's class takes the size of its images."""
+
     def __init__(
         self,
         attention: str = "eco",
@@ -38,17 +41,13 @@ class WithMechanism(HubMixin):
         img_size: int | tuple[int, int] = 224,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**self.given_to_timm(img_size), **kwargs)
+        super().__init__(**({"img_size": img_size} if self.takes_img_size else {}), **kwargs)
         model = cast(nn.Module, self)
         height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
         example = torch.zeros(1, kwargs.get("in_chans", 3), height, width)
         convert(model, attention, layers=attention_layers, example=example, **(attention_config or {}))
         # The constructor's arguments describe the conversion, so no record is needed.
         delattr(model, RECORD)
-
-    def given_to_timm(self, img_size: int | tuple[int, int]) -> dict[str, Any]:
-        """What timm's class is given besides `kwargs`."""
-        return {}
 
 
 def carry_pretrained(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ about CIFAR-100 count a head of 100 classes: with 1000, two of their energies co
 from __future__ import annotations
 
 import csv
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
@@ -103,9 +102,7 @@ def list_tables() -> list[str]:
 def paper_table(name: str) -> PaperTable:
     """One of the paper's tables, with our figures beside the printed ones."""
     if name not in TABLES:
-        close = difflib.get_close_matches(name, TABLES, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(TABLES)}"
-        raise ValueError(f"no table is named {name!r}: {hint}")
+        raise ValueError(f"no table is named {name!r}: there are {', '.join(TABLES)}")
     title, compute = TABLES[name]
     printed = printed_rows(name)
     remarks = [remark for remark in printed_rows("remarks") if remark["table"] == name]

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from ecoformer.arguments import shape
 from ecoformer.data.augment import augment, plain
 from ecoformer.data.masking import mask_bytes
-from ecoformer.data.splits import IGNORED, Arrays, Pictures, Splits, labels_of
+from ecoformer.data.splits import IGNORED, Arrays, Pictures, Splits, targets_of
 from ecoformer.training.recipe import Augment, Recipe
 
 if TYPE_CHECKING:
@@ -56,21 +56,11 @@ class Loader:
         self, part: Arrays | Pictures, recipe: Recipe, device: torch.device, rank: int = 0, ranks: int = 1
     ) -> None:
         self.recipe, self.device, self.rank, self.ranks = recipe, device, rank, ranks
-        share, among = ranks * recipe.accumulate, f"{ranks} processes x accumulate={recipe.accumulate}"
-        if recipe.batch % share:
+        if recipe.batch % (ranks * recipe.accumulate):
+            among = f"{ranks} processes x accumulate={recipe.accumulate}"
             raise ValueError(f"batch={recipe.batch} must divide into {among}")
         if len(part) < recipe.batch:
             raise ValueError(f"batch={recipe.batch} is larger than the training data, {len(part)} samples")
-        images = not isinstance(part, Arrays) or part.inputs.ndim == 4
-        if images and (recipe.augment.mixup or recipe.augment.cutmix) and recipe.batch // share % 2:
-            raise ValueError(
-                f"mixup and cutmix mix pairs, but batch={recipe.batch} over {among} leaves "
-                f"{recipe.batch // share} images each: make it even"
-            )
-        if min(recipe.hashing.samples, len(part)) < ranks:
-            raise ValueError(
-                f"hashing.samples={recipe.hashing.samples} leaves nothing for some of {ranks} processes"
-            )
         self.part = part.to(device) if isinstance(part, Arrays) else part
         self.steps = len(part) // recipe.batch
 
@@ -194,7 +184,7 @@ class Task:
 
     def __init__(self, recipe: Recipe, splits: Splits) -> None:
         self.recipe, self.kind, self.masked = recipe, splits.kind, splits.masked
-        self.per_token = isinstance(splits.train, Arrays) and splits.train.labels is None
+        self.per_token = isinstance(splits.train, Arrays) and splits.train.targets.ndim == 2
         a = recipe.augment
         self.pixels: dict[str, Any] = {"size": a.size, "mean": a.mean, "std": a.std}
         if splits.kind == "images" and self.per_token and any((a.pad, a.flip, a.erase, a.mixup, a.cutmix)):
@@ -225,7 +215,7 @@ class Task:
             mixed: Batch = self.mixup(inputs, targets) if self.mixup else (inputs, targets)
             return mixed
         if self.masked:
-            inputs, targets = mask_bytes(inputs, generator, rate=self.recipe.mask_rate)
+            inputs, targets = mask_bytes(inputs, generator, rate=self.masked)
         return inputs.long(), targets.long()
 
     def test_batch(self, inputs: Tensor, targets: Tensor) -> Batch:
@@ -283,7 +273,7 @@ def distillation_loss(logits: Tensor, taught: Tensor, targets: Tensor, temperatu
 def check_targets(splits: Splits, data: str) -> None:
     """Raise for targets outside the classes and for test data without targets."""
     for name, part in (("training", splits.train), ("test", splits.test)):
-        targets = part.targets if isinstance(part, Arrays) else labels_of(part)
+        targets = targets_of(part)
         if targets is None:
             continue
         asked = targets[targets != IGNORED]

@@ -80,18 +80,14 @@ def _load_start(recipe: Recipe, splits: Splits) -> nn.Module:
 def _check_start(model: nn.Module, recipe: Recipe, splits: Splits, file: str) -> None:
     """A loaded model keeps its shape, so it must match the recipe and the data."""
     held, name = describe(model)["model"], recipe.model.name
-    named = ENCODERS[splits.kind] if name == "text" and splits.kind in ENCODERS else name
+    named = ENCODERS.get(splits.kind, name) if name == "text" else name
     if _variant(held["name"]) != _variant(named):
-        raise ValueError(
-            f"start: {file} holds {held['name']}, but the recipe trains {named}: set model.name to what the "
-            "file holds, or start from another file"
-        )
-    arguments = held.get("arguments", {})
-    classes = arguments.get("num_classes", arguments.get("classes"))
+        raise ValueError(f"start: {file} holds {held['name']}, but the recipe trains {named}: set model.name")
+    classes = getattr(model, "num_classes", getattr(model, "classes", None))
     if classes != splits.classes:
         raise ValueError(
-            f"start: {file} has {classes} classes, but {recipe.data.name} has {splits.classes}: load it, "
-            f"call reset_classifier({splits.classes}), and save it to start from that"
+            f"start: {file} has {classes} classes, but {recipe.data.name} has {splits.classes}: call "
+            f"reset_classifier({splits.classes}) first"
         )
 
 
@@ -205,14 +201,8 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> Any:
         raise ValueError(
             f"optimiser.name: timm has no optimizer {o.name!r}; adamw, lamb, lion, sgd are common"
         )
-    arguments: dict[str, Any] = {"lr": o.lr, "weight_decay": o.weight_decay, "eps": o.eps}
-    if o.betas is not None:
-        info = optim.get_optimizer_info(o.name)
-        if not info.has_betas or info.num_betas != len(o.betas):
-            raise ValueError(f"optimiser.betas: timm's {o.name} does not take {len(o.betas)}: leave them out")
-        arguments["betas"] = o.betas
     try:
-        return optim.create_optimizer_v2(model, opt=o.name, **arguments)
+        return optim.create_optimizer_v2(model, o.name, o.lr, o.weight_decay, eps=o.eps)
     except TypeError as error:
         raise ValueError(f"optimiser.name: {o.name} does not take these settings: {error}") from error
 

@@ -16,8 +16,6 @@ from ecoformer.arguments import one_line
 from ecoformer.checkpoints.describe import leads_elsewhere
 
 RECIPES = resources.files("ecoformer.training") / "recipes"
-MASKED_DATA = ("masked_bytes", "masked_sample")
-"""Data sets that hide a share of `mask_rate` of their test bytes, as training does."""
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -69,8 +67,6 @@ class Optimiser(Section):
     name: str = "adamw"
     lr: AboveZero
     weight_decay: AtLeastZero = 0.05
-    betas: tuple[Share, ...] | None = None
-    """Default: the optimizer's own."""
     eps: AboveZero = 1e-8
     clip: AtLeastZero = 0.0
     """Largest gradient norm; 0 for no limit."""
@@ -151,8 +147,6 @@ class Recipe(Section):
     eval_batch: Positive | None = None
     accumulate: Positive = 1
     smoothing: Share = 0.0
-    mask_rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """Share of bytes hidden in training and testing, for data sets of masked bytes."""
     mode: Literal["train", "eval"] = "train"
     """`eval` turns dropout and stochastic depth off, as the released code does for fine-tuning."""
     ema: Share = 0.0
@@ -167,12 +161,6 @@ class Recipe(Section):
     """Number of checkpoints to keep."""
     log_every: Positive = 50
     tensorboard: bool = False
-
-    @model_validator(mode="after")
-    def _agrees(self) -> Self:
-        if self.data.name in MASKED_DATA and "rate" in self.data.options:
-            raise ValueError("data.options.rate is now mask_rate, for training and testing: set that instead")
-        return self
 
 
 def list_recipes() -> list[str]:
@@ -219,13 +207,8 @@ def check_recipe(values: Mapping[str, Any], source: str) -> Recipe:
 
 
 def _problem(found: Any) -> str:
-    where, given = ".".join(map(str, found["loc"])), found["input"]
-    message = {"missing": "is missing", "extra_forbidden": "is not a key of a recipe, see --show"}.get(
-        found["type"]
-    )
-    if message is None:
-        got = "" if isinstance(given, (dict, BaseModel)) else f", got {given!r}"
-        message = found["msg"].removeprefix("Value error, ") + got
+    where, message = ".".join(map(str, found["loc"])), found["msg"].removeprefix("Value error, ")
+    message = {"extra_forbidden": "is not a key of a recipe, see --show"}.get(found["type"], message)
     return f"{where} {message}".strip()
 
 

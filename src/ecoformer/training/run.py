@@ -23,7 +23,7 @@ from ecoformer.training.folder import RunFolder
 from ecoformer.training.loop import Interrupted, Trainer
 from ecoformer.training.model import figures, judge
 from ecoformer.training.processes import is_first_process
-from ecoformer.training.recipe import MASKED_DATA, Recipe, load_recipe
+from ecoformer.training.recipe import Recipe, load_recipe
 
 
 class RunStopped(RuntimeError):
@@ -32,9 +32,7 @@ class RunStopped(RuntimeError):
 
 def load_splits(recipe: Recipe) -> Splits:
     """The recipe's data."""
-    data = recipe.data
-    rate = {"rate": recipe.mask_rate} if data.name in MASKED_DATA else {}
-    return load_data(data.name, data.root, **data.options | rate)
+    return load_data(recipe.data.name, recipe.data.root, **recipe.data.options)
 
 
 def train(
@@ -140,11 +138,8 @@ def _how_to_continue(folder: RunFolder) -> Iterator[None]:
         lines = str(error).strip().splitlines()
         in_worker = any("Original Traceback" in line for line in lines)  # whose own message comes last
         cause = lines[-1] if in_worker else one_line(error, 500)
-        try:
-            steps = folder.steps()
-            kept = f"the state of step {steps[-1]} is kept" if steps else "no checkpoint was written yet"
-        except OSError:  # which may have stopped the run
-            kept = "the checkpoints cannot be listed"
+        steps = folder.steps()
+        kept = f"the state of step {steps[-1]} is kept" if steps else "no checkpoint was written yet"
         kind = Interrupted if isinstance(error, Interrupted) else RunStopped
         raise kind(
             f"{cause}; {kept} in {folder.path}; continue with the same command and --resume"
