@@ -71,7 +71,7 @@ def distances(size: int, device: torch.device | None = None) -> Tensor:
 
 
 def mixing(f: Tensor, bits: int) -> Tensor:
-    """What a group counts for each pair of its values, zero where codes cannot reach: (1 or H, G, 2^s, 2^s)."""
+    """What groups count for pairs of values (1 or H, G, 2^s, 2^s), zero where codes cannot reach."""
     size = group_size(f)
     full = f if f.ndim == 4 else f[..., distances(size, f.device)]
     last = bits - (f.shape[1] - 1) * size

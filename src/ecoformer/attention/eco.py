@@ -141,8 +141,16 @@ class HashedAttention(Attention):
             f = self.affinity(bits)
         elif self.bias == "tight":
             f = affinities.tight(bits, device=v.device)
-        options = {"key_weight": key_weight, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
-        out: Tensor = hash_attention(queries, keys, v, f, bits=bits, **options)
+        out: Tensor = hash_attention(
+            queries,
+            keys,
+            v,
+            f,
+            key_weight=key_weight,
+            key_padding_mask=key_padding_mask,
+            is_causal=is_causal,
+            bits=bits,
+        )
         return out
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -125,7 +125,7 @@ class SignHasher(_DrawnHasher):
 
 
 def _scaled(y: Tensor, reach: float | None) -> Tensor:
-    """y over `reach` times its root mean square, which counts as a constant: signs stay, gradients pass there."""
+    """y over `reach` times its root mean square, which counts as a constant."""
     if reach is None or not y.requires_grad:
         return y
     square = y.detach().square().mean(dim=-1, keepdim=True)

@@ -51,7 +51,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def call(function: str, *numbers: int) -> int:
-    """Call a C function with these numbers and addresses, and OpenMP's, which runs it on PyTorch's threads."""
+    """Call a C function with these numbers and addresses; it shares its work by OpenMP."""
     given = array("q", numbers)
     result: int = getattr(library(), function)(ctypes.c_void_p(given.buffer_info()[0]), _parallel())
     return result
@@ -141,9 +141,10 @@ def _parallel() -> ctypes.c_void_p | None:
 def _run(task: int, given: tuple[Tensor | None, ...], bits: int, more: dict[str, Tensor | None]) -> Tensor:
     """Fill what `more` holds; in the backward, returns the gradient of pairs of a group's values."""
     q, k, v, weight = (None if x is None else _plain(x) for x in (*given[:3], given[4]))
-    assert q is not None and v is not None and given[3] is not None  # noqa: S101
-    f, state = given[3].float().contiguous(), given[5]
-    state = None if state is None else state.float().contiguous()
+    f, state = (None if x is None else x.float().contiguous() for x in (given[3], given[5]))
+    assert q is not None  # noqa: S101
+    assert v is not None  # noqa: S101
+    assert f is not None  # noqa: S101
     more = {name: _plain(x) if name == "grad_own" and x is not None else x for name, x in more.items()}
     (batch, heads, nk, d), nq, (groups, size) = v.shape, q.shape[2], (f.shape[1], group_size(f))
     rows, values = batch * heads, 1 << size

@@ -103,7 +103,7 @@ def backward(
 
 
 def one_hot(y: Tensor, f: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Which rows tokens pick: ones and zeros (..., N, G 2^s), of numbers (..., N, b) or packed codes (..., N)."""
+    """Which rows tokens pick (..., N, G 2^s), of numbers (..., N, b) or packed codes (..., N)."""
     groups, size = f.shape[1], group_size(f)
     if y.dtype.is_floating_point:
         ones = F.pad(y >= 0, (0, groups * size - bits)).unflatten(-1, (groups, size))

@@ -54,9 +54,9 @@ def hash_attention(
     out_i = sum_j a(i, j) w_j v_j / sum_j a(i, j) w_j. Sums over tokens are in fp32 (fp64 for fp64).
 
     Args:
-        q: (B, H, N_q, b) real numbers; their signs are the codes, sign(0) = +1. The gradient of a bit is half
-            the difference between its two values, passed where abs(q) <= 1. Or packed codes (B, H, N_q), see
-            `pack_codes`, without a gradient.
+        q: (B, H, N_q, b) real numbers; their signs are the codes, sign(0) = +1, NaN counts as negative. The
+            gradient of a bit is half the difference between its two values, passed where abs(q) <= 1. Or
+            packed codes (B, H, N_q), see `pack_codes`, without a gradient.
         k: (B, H, N_k, b) or packed codes. Where it is the same tensor as `q`, codes are computed once.
         v: (B, H, N_k, D).
         affinity: what a group of s bits counts when d of them differ, (1 or H, G, s + 1), or for each pair of
@@ -65,7 +65,7 @@ def hash_attention(
         key_padding_mask: (B, N_k) bool, True where a key is padding. It may hold anything, NaN included.
         is_causal: token t sees the tokens up to and including t; needs N_q = N_k.
         state: (B, H, G 2^s, D + 1), sums over keys seen before: those of a stream, or of a fixed memory.
-        return_state: return (output, state after all keys); the state is fp64, so that it never stops counting.
+        return_state: return (output, state after all keys); the state is fp64, so that counting never stops.
         process_group: ranks over which tokens are split, in rank order. States are exchanged, with gradients
             of the sum of all ranks' losses.
         bits: b, which packed codes do not say.
@@ -77,7 +77,10 @@ def hash_attention(
     if affinity is not None:
         _check_affinity(affinity, v, width)
     if state is not None:
-        _check_state(state, v, width, 4 if affinity is None else affinities.group_size(affinity))
+        size = 4 if affinity is None else affinities.group_size(affinity)
+        rows = affinities.group_count(width, size) << size
+        remedy = ": keep batch, heads, bits and D of the stream"
+        _require("state", state, v, (*v.shape[:2], rows, v.shape[3] + 1), remedy)
     weight = key_weight
     if key_padding_mask is not None:
         seen = ~key_padding_mask.unsqueeze(1)
@@ -146,9 +149,9 @@ _library.define(
 def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     f, v, bits = given[3], given[2], given[6]
     forward = kernels_for(v, bits, "forward")
-    if forward is eager.forward and f is not None and f.device.type == "cpu":  # kernels see it themselves
-        if not bool((affinities.least(f, bits) >= 0).all()):
-            raise ValueError(eager.NEGATIVE.format(tuple(f.shape)))
+    looks = forward is eager.forward and f is not None and f.device.type == "cpu"  # kernels look themselves
+    if looks and not bool((affinities.least(f, bits) >= 0).all()):
+        raise ValueError(eager.NEGATIVE.format(tuple(f.shape)))
     with eager.full_precision(v.device):
         found: tuple[Tensor, Tensor, Tensor] = forward(*_with_affinity(given, 3))
     return found
@@ -275,38 +278,40 @@ def _check(
     bits: int | None,
 ) -> int:
     """Refuse what does not fit, in one line; returns b."""
-    if v.ndim != 4 or not v.dtype.is_floating_point:
-        raise ValueError(f"v must be (B, H, N, D) floating point, got {v.dtype} {tuple(v.shape)}")
-    (batch, heads, tokens), width = v.shape[:3], bits
+    if v.ndim != 4 or not v.is_floating_point():
+        raise ValueError(f"v must be floating point (B, H, N, D), got {_said(v)}")
+    batch, heads, tokens = v.shape[:3]
+    width = bits
     for name, x in (("q", q), ("k", k)):
-        packed = not x.dtype.is_floating_point
+        packed = not x.is_floating_point()
         if x.ndim != (3 if packed else 4) or x.shape[:2] != (batch, heads) or x.device != v.device:
             raise ValueError(
-                f"{name} must be numbers (B, H, N, b) or packed codes (B, H, N) beside v {tuple(v.shape)} on "
-                f"{v.device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
+                f"{name} must be numbers (B, H, N, b) or packed codes (B, H, N) beside v {_said(v)}, "
+                f"got {_said(x)}"
             )
-        if packed and not (bits is not None and 1 <= bits <= min(64, 8 * x.element_size())):
+        most = min(64, 8 * x.element_size())
+        if packed and (bits is None or not 1 <= bits <= most):
             raise ValueError(
-                f"{name} holds packed codes of {x.dtype}: pass bits=b, from 1 to {min(64, 8 * x.element_size())}, got {bits}"
+                f"{name} {_said(x)} holds packed codes: pass bits=b, from 1 to {most}, got {bits}"
             )
         if not packed:
             if width not in (None, x.shape[3]) or not x.shape[3]:
-                raise ValueError(f"{name} {tuple(x.shape)} must have b = {width} bits as the other codes")
+                raise ValueError(f"{name} must have b = {width} bits as the other codes, got {_said(x)}")
             width = x.shape[3]
     if k.shape[2] != tokens:
-        raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must have the same number of tokens")
+        raise ValueError(f"k {_said(k)} and v {_said(v)} must have the same number of tokens")
     if is_causal and q.shape[2] != tokens:
-        raise ValueError(f"is_causal=True needs N_q = N_k, got q {tuple(q.shape)} and k {tuple(k.shape)}")
-    if key_weight is not None and (key_weight.shape != v.shape[:3] or not key_weight.dtype.is_floating_point):
-        raise ValueError(
-            f"key_weight must be floating point (B, H, N_k) = {tuple(v.shape[:3])}, got {key_weight.dtype} "
-            f"{tuple(key_weight.shape)}"
-        )
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch, tokens)):
+        raise ValueError(f"is_causal=True needs N_q = N_k, got q {_said(q)} and k {_said(k)}")
+    if key_weight is not None:
+        _require("key_weight", key_weight, v, (batch, heads, tokens))
+    if mask is not None and (
+        mask.dtype != torch.bool or mask.shape != (batch, tokens) or mask.device != v.device
+    ):
         square = mask.ndim > 1 and mask.shape[-1] == mask.shape[-2] == tokens
-        advice = ": for causal order use is_causal=True" if square else ", True where a key is padding"
+        remedy = "for causal order use is_causal=True" if square else "True where a key is padding"
         raise ValueError(
-            f"key_padding_mask must be bool (B, N_k) = {(batch, tokens)}{advice}, got {mask.dtype} {tuple(mask.shape)}"
+            f"key_padding_mask must be bool (B, N_k) = {(batch, tokens)} on {v.device}, {remedy}, "
+            f"got {_said(mask)}"
         )
     assert width is not None  # noqa: S101
     return width
@@ -316,22 +321,19 @@ def _check_affinity(f: Tensor, v: Tensor, bits: int) -> None:
     size = affinities.group_size(f) if f.ndim in (3, 4) else 0
     groups = affinities.group_count(bits, size) if 1 <= size <= affinities.LARGEST else 0
     rows = (size + 1,) if f.ndim == 3 else (1 << size,) * 2
-    if (
-        not groups
-        or f.shape[0] not in (1, v.shape[1])
-        or f.shape[1:] != (groups, *rows)
-        or f.device != v.device
-    ):
+    fits = groups and f.shape[0] in (1, v.shape[1]) and f.shape[1:] == (groups, *rows)
+    if not fits or f.device != v.device or not f.is_floating_point():
         raise ValueError(
-            f"affinity must be (1 or H, G, s + 1) or (1 or H, G, 2^s, 2^s) with H = {v.shape[1]}, s <= 8 and "
-            f"G = b / s rounded up for b = {bits}, on {v.device}, got {tuple(f.shape)} on {f.device}"
+            f"affinity must be floating point (1 or H, G, s + 1) or (1 or H, G, 2^s, 2^s) on {v.device}, with H = "
+            f"{v.shape[1]}, s <= {affinities.LARGEST} and G = b / s rounded up for b = {bits}, got {_said(f)}"
         )
 
 
-def _check_state(state: Tensor, v: Tensor, bits: int, size: int) -> None:
-    wanted = (*v.shape[:2], affinities.group_count(bits, size) << size, v.shape[3] + 1)
-    if state.shape != wanted or not state.dtype.is_floating_point:
-        raise ValueError(
-            f"state must be (B, H, G 2^s, D + 1) = {wanted}, got {state.dtype} {tuple(state.shape)}: keep batch, "
-            "heads, bits and D of the stream"
-        )
+def _require(name: str, x: Tensor, v: Tensor, shape: tuple[int, ...], remedy: str = "") -> None:
+    if x.shape != shape or not x.is_floating_point() or x.device != v.device:
+        raise ValueError(f"{name} must be floating point {shape} on {v.device}{remedy}, got {_said(x)}")
+
+
+def _said(x: Tensor) -> str:
+    """A tensor as error messages name it."""
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} on {x.device}"

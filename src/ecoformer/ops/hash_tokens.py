@@ -1,4 +1,4 @@
-"""Kernelised hash functions as one operator: tokens to the numbers whose signs are codes, or to packed codes."""
+"""Kernelised hash functions as one operator: tokens to numbers whose signs are codes, or to packed codes."""
 
 from __future__ import annotations
 
