@@ -24,8 +24,8 @@ NOT_FITTED = "hash functions are random, not fitted: ecoformer.fit_hashers(model
 class Hasher(Described, nn.Module):
     """Hash functions of one attention layer.
 
-    A hasher computes a real number for every bit (`project`), whose sign is the bit. Hash functions are random
-    (`draw`) until they are learned (`fit`); a hasher that runs before that warns once. All state is in
+    A hasher computes a real number for every bit (`project`), whose sign is the bit. Hash functions are
+    random (`draw`) until they are learned (`fit`); a hasher that runs before that warns once. All state is in
     buffers, `fitted` included, so it is saved, loaded and moved with the module.
 
     Args:

@@ -77,18 +77,20 @@ INLINE long row_of(uint64_t code, int g, int size) {
 
 INLINE void add_to(float *to, const float *y, float w, int d) {
     int c = 0;
-    UNROLL for (; c + W <= d; c += W) *(vec *)(to + c) += w * *(const vec *)(y + c);
+    UNROLL
+    for (; c + W <= d; c += W) *(vec *)(to + c) += w * *(const vec *)(y + c);
     for (; c < d; c++) to[c] += w * y[c];
 }
 
 // Each token's row y, times its weight, and its count, times its weight, to the rows its code picks.
-INLINE void scatter(const uint64_t *codes, const float *y, long stride, const float *weight, const float *count,
-                    long n, float *table, SHAPE) {
+INLINE void scatter(const uint64_t *codes, const float *y, long stride, const float *weight, const float *count, long n,
+                    float *table, SHAPE) {
     float *counts = table + ROWS * LANES;
     for (long i = 0; i < n; i++, y += stride) {
         float w = weight ? weight[i] : 1;
         if (w == 0) continue;
-        UNROLL for (int g = 0; g < groups; g++) {
+        UNROLL
+        for (int g = 0; g < groups; g++) {
             long row = row_of(codes[i], g, size);
             add_to(table + row * LANES, y, w, d);
             counts[row] += count ? w * count[i] : w;
@@ -104,7 +106,8 @@ INLINE void gather(const uint64_t *codes, const float *table, const float *weigh
     for (long i = 0; i < n; i++, out += stride) {
         const float *from[MAX_GROUPS];
         float total = 0, scale = weight ? weight[i] : 1;
-        UNROLL for (int g = 0; g < groups; g++) {
+        UNROLL
+        for (int g = 0; g < groups; g++) {
             long row = row_of(codes[i], g, size);
             from[g] = table + row * LANES;
             total += counts[row];
@@ -114,9 +117,11 @@ INLINE void gather(const uint64_t *codes, const float *table, const float *weigh
             below[i] = total >= floor && floor > 0 ? total : -floor;
         }
         int c = 0;
-        UNROLL for (; c + W <= d; c += W) {
+        UNROLL
+        for (; c + W <= d; c += W) {
             vec sum = *(const vec *)(from[0] + c);
-            UNROLL for (int g = 1; g < groups; g++) sum += *(const vec *)(from[g] + c);
+            UNROLL
+            for (int g = 1; g < groups; g++) sum += *(const vec *)(from[g] + c);
             *(vec *)(out + c) = scale ? sum * scale : (vec){0};
         }
         for (; c < d; c++) {
@@ -132,7 +137,8 @@ INLINE void mix(const float *m, int transposed, const float *from, float *to, SH
     long values = 1l << size, step = transposed ? values : 1, rows = ROWS;
     for (int g = 0; g < groups; g++)
         for (long t = 0; t < values; t++) {
-            const float *by = m + g * values * values + (transposed ? t : t * values), *own = from + (g * values) * LANES;
+            const float *by = m + g * values * values + (transposed ? t : t * values),
+                        *own = from + (g * values) * LANES;
             float *row = to + (g * values + t) * LANES, count = 0;
             for (int c = 0; c < LANES; c += W) {
                 vec sum = {0};
@@ -152,20 +158,23 @@ INLINE void transpose(const float *table, float *to, SHAPE) {
 }
 
 // p[i][r] = y_i . row r + count_i * count of row r, for `n` tokens (a constant) and rows from `first` to `last`.
-INLINE void products(const float *y, long stride, const float *count, int n, const float *turned, long rows,
-                     long first, long last, float *p, int d) {
+INLINE void products(const float *y, long stride, const float *count, int n, const float *turned, long rows, long first,
+                     long last, float *p, int d) {
     long r = first;
-#define CHUNK(width)                                                                                                   \
-    for (; r + width * W <= last; r += width * W) {                                                                    \
-        vec sum[TILE][width];                                                                                          \
-        UNROLL for (int i = 0; i < n; i++)                                                                             \
-            UNROLL for (int x = 0; x < width; x++)                                                                            \
-                sum[i][x] = (count ? count[i] : 1) * *(const vec *)(turned + d * rows + r + x * W);                    \
-        for (int c = 0; c < d; c++)                                                                                    \
-            UNROLL for (int i = 0; i < n; i++)                                                                         \
-                UNROLL for (int x = 0; x < width; x++) sum[i][x] += y[i * stride + c] * *(const vec *)(turned + c * rows + r + x * W); \
-        UNROLL for (int i = 0; i < n; i++)                                                                             \
-            UNROLL for (int x = 0; x < width; x++) *(vec *)(p + i * rows + r + x * W) = sum[i][x];                            \
+#define CHUNK(width)                                                                            \
+    for (; r + width * W <= last; r += width * W) {                                             \
+        vec sum[TILE][width];                                                                   \
+        UNROLL                                                                                  \
+        for (int i = 0; i < n; i++) UNROLL                                                      \
+        for (int x = 0; x < width; x++)                                                         \
+            sum[i][x] = (count ? count[i] : 1) * *(const vec *)(turned + d * rows + r + x * W); \
+        for (int c = 0; c < d; c++) UNROLL                                                      \
+        for (int i = 0; i < n; i++) UNROLL                                                      \
+        for (int x = 0; x < width; x++)                                                         \
+            sum[i][x] += y[i * stride + c] * *(const vec *)(turned + c * rows + r + x * W);     \
+        UNROLL                                                                                  \
+        for (int i = 0; i < n; i++) UNROLL                                                      \
+        for (int x = 0; x < width; x++) *(vec *)(p + i * rows + r + x * W) = sum[i][x];         \
     }
     CHUNK(4)
     CHUNK(1)
@@ -178,12 +187,15 @@ INLINE void products(const float *y, long stride, const float *count, int n, con
 }
 
 // The gradient of one token's numbers, from products with all rows; returns the sum of those its code picks.
-INLINE float flips(uint64_t code, const float *y, float w, const float *p, float *grad, int add, int bits, int groups, int size) {
+INLINE float flips(uint64_t code, const float *y, float w, const float *p, float *grad, int add, int bits, int groups,
+                   int size) {
     float total = 0, differ[MAX_GROUPS + 8];
-    UNROLL for (int g = 0; g < groups; g++) {
+    UNROLL
+    for (int g = 0; g < groups; g++) {
         long row = row_of(code, g, size);
         total += p[row];
-        UNROLL for (int r = 0; r < size; r++) differ[g * size + r] = p[row] - p[row ^ (1l << r)];
+        UNROLL
+        for (int r = 0; r < size; r++) differ[g * size + r] = p[row] - p[row ^ (1l << r)];
     }
     if (!grad) return total;
     int b = 0;
@@ -235,27 +247,48 @@ typedef struct {
 #define AT(base, stride) (c->base ? c->base + sample * c->stride[0] + head * c->stride[1] : NULL)
 #define OWN(base, numbers) (c->base ? c->base + row * (numbers) : NULL)
 INLINE Row row_at(const Call *c, long row, SHAPE) {
-    long sample = row / c->heads, head = row % c->heads, f = c->heads_f == 1 ? 0 : head, square = (long)groups << 2 * size;
+    long sample = row / c->heads, head = row % c->heads, f = c->heads_f == 1 ? 0 : head,
+         square = (long)groups << 2 * size;
     const float *mixing = c->mixing + f * (square + 1);
     Row r = {
-        .q = AT(q, sq), .k = AT(k, sk), .v = AT(v, sv), .grad = AT(grad, sg), .out = AT(out, so),
-        .packed_q = AT(packed_q, sq), .packed_k = AT(packed_k, sk), .weight = AT(weight, sw),
-        .state = OWN(state, ROWS * (d + 1)), .grad_own = OWN(grad_own, ROWS * (d + 1)), .own = OWN(own, ROWS * (d + 1)),
-        .dstate = OWN(dstate, ROWS * (d + 1)), .below = OWN(below, c->nq), .dq = OWN(dq, c->nq * c->bits),
-        .dk = OWN(dk, c->nk * c->bits), .dv = OWN(dv, c->nk * d), .dw = OWN(dw, c->nk),
-        .df = OWN(df, c->pieces * square), .partial = OWN(partial, 2 * c->pieces * TABLE),
-        .mixing = mixing + 1, .floor = *mixing, .shared = !c->k && !c->packed_k,
+        .q = AT(q, sq),
+        .k = AT(k, sk),
+        .v = AT(v, sv),
+        .grad = AT(grad, sg),
+        .out = AT(out, so),
+        .packed_q = AT(packed_q, sq),
+        .packed_k = AT(packed_k, sk),
+        .weight = AT(weight, sw),
+        .state = OWN(state, ROWS * (d + 1)),
+        .grad_own = OWN(grad_own, ROWS * (d + 1)),
+        .own = OWN(own, ROWS * (d + 1)),
+        .dstate = OWN(dstate, ROWS * (d + 1)),
+        .below = OWN(below, c->nq),
+        .dq = OWN(dq, c->nq * c->bits),
+        .dk = OWN(dk, c->nk * c->bits),
+        .dv = OWN(dv, c->nk * d),
+        .dw = OWN(dw, c->nk),
+        .df = OWN(df, c->pieces * square),
+        .partial = OWN(partial, 2 * c->pieces * TABLE),
+        .mixing = mixing + 1,
+        .floor = *mixing,
+        .shared = !c->k && !c->packed_k,
     };
     return r;
 }
 
 INLINE void keys_codes(const Call *c, const Row *r, long at, long n, uint64_t *codes) {
-    if (r->shared) codes_of(r->q ? r->q + at * c->sq[2] : 0, r->packed_q ? r->packed_q + at * c->sq[2] : 0, c->sq[2], n, c->bits, codes);
-    else codes_of(r->k ? r->k + at * c->sk[2] : 0, r->packed_k ? r->packed_k + at * c->sk[2] : 0, c->sk[2], n, c->bits, codes);
+    if (r->shared)
+        codes_of(r->q ? r->q + at * c->sq[2] : 0, r->packed_q ? r->packed_q + at * c->sq[2] : 0, c->sq[2], n, c->bits,
+                 codes);
+    else
+        codes_of(r->k ? r->k + at * c->sk[2] : 0, r->packed_k ? r->packed_k + at * c->sk[2] : 0, c->sk[2], n, c->bits,
+                 codes);
 }
 
 INLINE void query_codes(const Call *c, const Row *r, long at, long n, uint64_t *codes) {
-    codes_of(r->q ? r->q + at * c->sq[2] : 0, r->packed_q ? r->packed_q + at * c->sq[2] : 0, c->sq[2], n, c->bits, codes);
+    codes_of(r->q ? r->q + at * c->sq[2] : 0, r->packed_q ? r->packed_q + at * c->sq[2] : 0, c->sq[2], n, c->bits,
+             codes);
 }
 
 INLINE void add_table(float *to, const float *from, SHAPE) {
@@ -306,7 +339,8 @@ INLINE void gathered(const Call *c, const Row *r, int kind, long first, long las
     for (long x = first; x < last; x++) add_table(table, r->partial + (kind * c->pieces + x) * TABLE, SAME);
 }
 
-INLINE void forward(const Call *c, int pass, const Row *r, long piece, long firsts[2], long lasts[2], float *scratch, SHAPE) {
+INLINE void forward(const Call *c, int pass, const Row *r, long piece, long firsts[2], long lasts[2], float *scratch,
+                    SHAPE) {
     float *table = scratch, *mixed = scratch + TABLE, *partial = r->partial + piece * TABLE;
     uint64_t codes[CHUNK_TOKENS];
     if (pass == 0) {
@@ -325,7 +359,8 @@ INLINE void forward(const Call *c, int pass, const Row *r, long piece, long firs
     }
 }
 
-INLINE void backward(const Call *c, int pass, const Row *r, long piece, long firsts[2], long lasts[2], float *scratch, SHAPE) {
+INLINE void backward(const Call *c, int pass, const Row *r, long piece, long firsts[2], long lasts[2], float *scratch,
+                     SHAPE) {
     float *table = scratch, *mixed = table + TABLE, *turned = mixed + TABLE, *p = turned + (d + 1) * ROWS;
     float *dn = p + TILE * ROWS, dc[CHUNK_TOKENS], *partial = r->partial + (c->pieces + piece) * TABLE;
     uint64_t codes[CHUNK_TOKENS];
@@ -341,13 +376,18 @@ INLINE void backward(const Call *c, int pass, const Row *r, long piece, long fir
         for (long at = firsts[0]; at < lasts[0]; at += CHUNK_TOKENS) {
             long n = lasts[0] - at < CHUNK_TOKENS ? lasts[0] - at : CHUNK_TOKENS;
             query_codes(c, r, at, n, codes);
-            numerators(r->grad + at * c->sg[2], r->out + at * c->so[2], r->below + at, n, c->sg[2], c->so[2], dn, dc, d);
+            numerators(r->grad + at * c->sg[2], r->out + at * c->so[2], r->below + at, n, c->sg[2], c->so[2], dn, dc,
+                       d);
             scatter(codes, dn, d, 0, dc, n, block, SAME);
             for (long i = 0; r->dq && i < n; i += TILE) {
-                if (n - i >= TILE) products(dn + i * d, d, dc + i, TILE, turned, ROWS, 0, ROWS, p, d);
-                else for (long x = 0; x < n - i; x++) products(dn + (i + x) * d, d, dc + i + x, 1, turned, ROWS, 0, ROWS, p + x * ROWS, d);
+                if (n - i >= TILE)
+                    products(dn + i * d, d, dc + i, TILE, turned, ROWS, 0, ROWS, p, d);
+                else
+                    for (long x = 0; x < n - i; x++)
+                        products(dn + (i + x) * d, d, dc + i + x, 1, turned, ROWS, 0, ROWS, p + x * ROWS, d);
                 for (long x = 0; x < TILE && i + x < n; x++)
-                    flips(codes[i + x], r->q + (at + i + x) * c->sq[2], 1, p + x * ROWS, r->dq + (at + i + x) * c->bits, 0, c->bits, groups, size);
+                    flips(codes[i + x], r->q + (at + i + x) * c->sq[2], 1, p + x * ROWS, r->dq + (at + i + x) * c->bits,
+                          0, c->bits, groups, size);
             }
             if ((at - firsts[0]) / BLOCK != (at + n - firsts[0]) / BLOCK || at + n == lasts[0]) {
                 add_table(partial, block, SAME);
@@ -364,7 +404,8 @@ INLINE void backward(const Call *c, int pass, const Row *r, long piece, long fir
         transpose(mixed, turned, SAME);
         for (int g = 0; g < groups; g++)
             for (long t = g << size; t < (g + 1l) << size; t++) {
-                products(table + t * LANES, LANES, table + ROWS * LANES + t, 1, turned, ROWS, g << size, (g + 1l) << size, p, d);
+                products(table + t * LANES, LANES, table + ROWS * LANES + t, 1, turned, ROWS, g << size,
+                         (g + 1l) << size, p, d);
                 memcpy(r->df + (t << size), p + (g << size), sizeof(float) << size);
             }
     }
@@ -381,13 +422,17 @@ INLINE void backward(const Call *c, int pass, const Row *r, long piece, long fir
         keys_codes(c, r, at, n, codes);
         gather(codes, mixed, w, 0, n, r->dv + at * d, d, 0, SAME);
         for (long i = 0; (grad || r->dw) && i < n; i += TILE) {
-            if (n - i >= TILE) products(v + i * c->sv[2], c->sv[2], 0, TILE, turned, ROWS, 0, ROWS, p, d);
-            else for (long x = 0; x < n - i; x++) products(v + (i + x) * c->sv[2], c->sv[2], 0, 1, turned, ROWS, 0, ROWS, p + x * ROWS, d);
+            if (n - i >= TILE)
+                products(v + i * c->sv[2], c->sv[2], 0, TILE, turned, ROWS, 0, ROWS, p, d);
+            else
+                for (long x = 0; x < n - i; x++)
+                    products(v + (i + x) * c->sv[2], c->sv[2], 0, 1, turned, ROWS, 0, ROWS, p + x * ROWS, d);
             for (long x = 0; x < TILE && i + x < n; x++) {
                 long token = at + i + x;
                 float weight = w ? w[i + x] : 1;
                 if (weight == 0) memset(p + x * ROWS, 0, sizeof(float) * ROWS); // it may be NaN
-                float total = flips(codes[i + x], y + token * stride, weight, p + x * ROWS, grad ? grad + token * c->bits : 0, r->shared, c->bits, groups, size);
+                float total = flips(codes[i + x], y + token * stride, weight, p + x * ROWS,
+                                    grad ? grad + token * c->bits : 0, r->shared, c->bits, groups, size);
                 if (r->dw) r->dw[token] = total;
             }
         }
@@ -399,7 +444,8 @@ INLINE void backward(const Call *c, int pass, const Row *r, long piece, long fir
 enum { SPAN = 512 };
 
 // What a token reads: the mixed sums before its span, and the rows of its span as its code weighs them.
-INLINE float read_running(uint64_t code, const float *m, int transposed, const float *before, const float *block, float *sum, SHAPE) {
+INLINE float read_running(uint64_t code, const float *m, int transposed, const float *before, const float *block,
+                          float *sum, SHAPE) {
     long values = 1l << size;
     float count = 0;
     for (int g = 0; g < groups; g++) count += before[ROWS * LANES + row_of(code, g, size)];
@@ -408,7 +454,8 @@ INLINE float read_running(uint64_t code, const float *m, int transposed, const f
     for (int c = 0; c < LANES; c += W) *(vec *)(sum + c) = (vec){0};
     for (int g = 0; g < groups; g++) {
         long row = row_of(code, g, size), t = row - ((long)g << size);
-        const float *square = m + g * values * values, *own = block + (g * values) * LANES, *ones = block + ROWS * LANES + g * values;
+        const float *square = m + g * values * values, *own = block + (g * values) * LANES,
+                    *ones = block + ROWS * LANES + g * values;
         for (long u = 0; u < values; u++) by[u] = transposed ? square[u * values + t] : square[t * values + u];
         for (int c = 0; c < LANES; c += W) {
             vec x = *(vec *)(sum + c) + *(const vec *)(before + row * LANES + c);
@@ -465,7 +512,9 @@ INLINE void mix_products(const float *m, int transposed, const float *p, float *
     for (int g = 0; g < groups; g++)
         for (long t = 0; t < values; t++) {
             float sum = 0;
-            for (long u = 0; u < values; u++) sum += (transposed ? m[(g * values + u) * values + t] : m[(g * values + t) * values + u]) * p[g * values + u];
+            for (long u = 0; u < values; u++)
+                sum += (transposed ? m[(g * values + u) * values + t] : m[(g * values + t) * values + u]) *
+                       p[g * values + u];
             to[g * values + t] = sum;
         }
 }
@@ -478,8 +527,10 @@ INLINE void add_turned(float *turned, uint64_t code, const float *y, float w, fl
     }
 }
 
-INLINE void causal_backward(const Call *c, int pass, const Row *r, long piece, long first, long last, float *scratch, SHAPE) {
-    float *base = scratch, *block = base + TABLE, *before = block + TABLE, *turned = before + TABLE, *p = turned + (d + 1) * ROWS;
+INLINE void causal_backward(const Call *c, int pass, const Row *r, long piece, long first, long last, float *scratch,
+                            SHAPE) {
+    float *base = scratch, *block = base + TABLE, *before = block + TABLE, *turned = before + TABLE,
+          *p = turned + (d + 1) * ROWS;
     float *q = p + ROWS, *given = q + ROWS, *sum = given + (d + 1) * ROWS, *dn = sum + LANES, dc[SPAN];
     uint64_t codes[2][SPAN];
     long square = (long)groups << 2 * size;
@@ -490,7 +541,8 @@ INLINE void causal_backward(const Call *c, int pass, const Row *r, long piece, l
         for (long from = first; from < last; from += SPAN) {
             long n = last - from < SPAN ? last - from : SPAN;
             query_codes(c, r, from, n, codes[0]);
-            numerators(r->grad + from * c->sg[2], r->out + from * c->so[2], r->below + from, n, c->sg[2], c->so[2], dn, dc, d);
+            numerators(r->grad + from * c->sg[2], r->out + from * c->so[2], r->below + from, n, c->sg[2], c->so[2], dn,
+                       dc, d);
             memset(block, 0, sizeof(float) * TABLE);
             scatter(codes[0], dn, d, 0, dc, n, block, SAME);
             add_table(partial, block, SAME);
@@ -505,7 +557,8 @@ INLINE void causal_backward(const Call *c, int pass, const Row *r, long piece, l
         long n = last - from < SPAN ? last - from : SPAN;
         query_codes(c, r, from, n, codes[0]);
         keys_codes(c, r, from, n, codes[1]);
-        numerators(r->grad + from * c->sg[2], r->out + from * c->so[2], r->below + from, n, c->sg[2], c->so[2], dn, dc, d);
+        numerators(r->grad + from * c->sg[2], r->out + from * c->so[2], r->below + from, n, c->sg[2], c->so[2], dn, dc,
+                   d);
         transpose(base, turned, SAME);
         memset(block, 0, sizeof(float) * TABLE);
         for (long i = 0; i < n; i++) {
@@ -521,7 +574,8 @@ INLINE void causal_backward(const Call *c, int pass, const Row *r, long piece, l
                 }
             if (!r->dq) continue;
             mix_products(r->mixing, 0, p, q, groups, size);
-            flips(codes[0][i], r->q + (from + i) * c->sq[2], 1, q, r->dq + (from + i) * c->bits, 0, c->bits, groups, size);
+            flips(codes[0][i], r->q + (from + i) * c->sq[2], 1, q, r->dq + (from + i) * c->bits, 0, c->bits, groups,
+                  size);
         }
         add_table(base, block, SAME);
     }
@@ -539,7 +593,8 @@ INLINE void causal_backward(const Call *c, int pass, const Row *r, long piece, l
         long from = first + s * SPAN, n = last - from < SPAN ? last - from : SPAN;
         query_codes(c, r, from, n, codes[0]);
         keys_codes(c, r, from, n, codes[1]);
-        numerators(r->grad + from * c->sg[2], r->out + from * c->so[2], r->below + from, n, c->sg[2], c->so[2], dn, dc, d);
+        numerators(r->grad + from * c->sg[2], r->out + from * c->so[2], r->below + from, n, c->sg[2], c->so[2], dn, dc,
+                   d);
         transpose(base, turned, SAME);
         mix(r->mixing, 1, base, before, SAME);
         if (r->grad_own) add_state(before, r->grad_own, SAME);
@@ -560,7 +615,8 @@ INLINE void causal_backward(const Call *c, int pass, const Row *r, long piece, l
                 for (long x = 0; x < ROWS; x++) q[x] += p[x];
             }
             if (w == 0) memset(q, 0, sizeof(float) * ROWS); // it may be NaN
-            float total = flips(codes[1][i], y + (from + i) * stride, w, q, grad ? grad + (from + i) * c->bits : 0, r->shared, c->bits, groups, size);
+            float total = flips(codes[1][i], y + (from + i) * stride, w, q, grad ? grad + (from + i) * c->bits : 0,
+                                r->shared, c->bits, groups, size);
             if (r->dw) r->dw[from + i] = total;
         }
         add_table(base, block, SAME);
@@ -636,8 +692,10 @@ INLINE void hash_tokens(Hash *h, long row, long first, long last, int support, i
                 products(e, support, 0, 1, weight, bits, 0, bits, y + t * bits, support);
             }
         for (int t = 0; t < n; t++) {
-            if (h->codes) h->codes[row * h->n + i + t] = (int64_t)code_of(y + t * bits, (int)h->bits);
-            else memcpy(h->y + (row * h->n + i + t) * h->bits, y + t * bits, sizeof(float) * h->bits);
+            if (h->codes)
+                h->codes[row * h->n + i + t] = (int64_t)code_of(y + t * bits, (int)h->bits);
+            else
+                memcpy(h->y + (row * h->n + i + t) * h->bits, y + t * bits, sizeof(float) * h->bits);
         }
     }
 }
@@ -684,10 +742,14 @@ INLINE void work(Call *c, int every, float *scratch, SHAPE) {
         long first[2] = {c->nq * piece / c->pieces, c->nk * piece / c->pieces};
         long last[2] = {c->nq * (piece + 1) / c->pieces, c->nk * (piece + 1) / c->pieces};
         Row r = row_at(c, row, SAME);
-        if (every && c->task == (CAUSAL | BACKWARD)) causal_backward(c, pass, &r, piece, first[1], last[1], scratch, SAME);
-        else if (c->task == CAUSAL) causal(c, pass, &r, piece, first[1], last[1], scratch, SAME);
-        else if (c->task == BACKWARD) backward(c, pass, &r, piece, first, last, scratch, SAME);
-        else forward(c, pass, &r, piece, first, last, scratch, SAME);
+        if (every && c->task == (CAUSAL | BACKWARD))
+            causal_backward(c, pass, &r, piece, first[1], last[1], scratch, SAME);
+        else if (c->task == CAUSAL)
+            causal(c, pass, &r, piece, first[1], last[1], scratch, SAME);
+        else if (c->task == BACKWARD)
+            backward(c, pass, &r, piece, first, last, scratch, SAME);
+        else
+            forward(c, pass, &r, piece, first, last, scratch, SAME);
         __atomic_fetch_add(&c->done, 1, __ATOMIC_RELEASE);
     }
 }
@@ -699,9 +761,12 @@ CLONES void ecoformer_work(void *data) {
     float *scratch = aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
     // Fewer copies compile sooner: the last task gains little from constants.
     int common = groups == 4 && size == 4 && c->task != (CAUSAL | BACKWARD);
-    if (common && d == 32) work(c, 0, scratch, 4, 4, 32);
-    else if (common) work(c, 0, scratch, 4, 4, d);
-    else work(c, 1, scratch, SAME);
+    if (common && d == 32)
+        work(c, 0, scratch, 4, 4, 32);
+    else if (common)
+        work(c, 0, scratch, 4, 4, d);
+    else
+        work(c, 1, scratch, SAME);
     free(scratch);
 }
 
@@ -720,7 +785,8 @@ int ecoformer_run(Call *c, Parallel parallel) {
             float smallest = INFINITY, sum = 0;
             for (long t = 0; t < values; t++)
                 for (long u = 0; u < values; u++, to++) {
-                    float x = c->full ? f[(g * values + t) * values + u] : f[g * (size + 1) + __builtin_popcountl(t ^ u)];
+                    float x =
+                        c->full ? f[(g * values + t) * values + u] : f[g * (size + 1) + __builtin_popcountl(t ^ u)];
                     *to = t < reach && u < reach ? x : 0;
                     if (t < reach && u < reach && x < smallest) smallest = x;
                     sum += *to;
@@ -731,8 +797,10 @@ int ecoformer_run(Call *c, Parallel parallel) {
         if (!(least >= 0)) return 1;
         *m = FLOOR * mean;
     }
-    if (parallel && c->threads > 1) parallel(ecoformer_work, c, (unsigned)c->threads, 0);
-    else ecoformer_work(c);
+    if (parallel && c->threads > 1)
+        parallel(ecoformer_work, c, (unsigned)c->threads, 0);
+    else
+        ecoformer_work(c);
     return 0;
 }
 
@@ -741,13 +809,18 @@ CLONES void ecoformer_hash_work(void *data) {
     long spans = h->grad ? 1 : (h->n + HASH_TOKENS - 1) / HASH_TOKENS;
     int support = (int)(h->samples + W - 1) / W * W, d = (int)h->d, bits = (int)(h->bits + W - 1) / W * W;
     for (;;) {
-        long item = __atomic_fetch_add(&h->taken, 1, __ATOMIC_RELAXED), row = item / spans, first = item % spans * HASH_TOKENS;
+        long item = __atomic_fetch_add(&h->taken, 1, __ATOMIC_RELAXED), row = item / spans,
+             first = item % spans * HASH_TOKENS;
         if (row >= h->rows) return;
         long last = first + HASH_TOKENS < h->n ? first + HASH_TOKENS : h->n;
-        if (h->grad) hash_gradients(h, row, h->dweight + row * h->samples * h->bits, support, d, bits);
-        else if (support == 32 && d == 32 && bits == 16) hash_tokens(h, row, first, last, 32, 32, 16);
-        else if (support == 32 && d == 64 && bits == 16) hash_tokens(h, row, first, last, 32, 64, 16);
-        else hash_tokens(h, row, first, last, support, d, bits);
+        if (h->grad)
+            hash_gradients(h, row, h->dweight + row * h->samples * h->bits, support, d, bits);
+        else if (support == 32 && d == 32 && bits == 16)
+            hash_tokens(h, row, first, last, 32, 32, 16);
+        else if (support == 32 && d == 64 && bits == 16)
+            hash_tokens(h, row, first, last, 32, 64, 16);
+        else
+            hash_tokens(h, row, first, last, support, d, bits);
     }
 }
 
@@ -767,9 +840,12 @@ void ecoformer_hash(Hash *h, Parallel parallel) {
             }
             table[d * wide] = -0.5f * square;
             h->means[head * wide + m] = h->mean[head * h->samples + m];
-            memcpy(h->by + head * sizes[2] + m * columns, h->weight + (head * h->samples + m) * h->bits, sizeof(float) * h->bits);
+            memcpy(h->by + head * sizes[2] + m * columns, h->weight + (head * h->samples + m) * h->bits,
+                   sizeof(float) * h->bits);
         }
-    if (parallel && h->threads > 1) parallel(ecoformer_hash_work, h, (unsigned)h->threads, 0);
-    else ecoformer_hash_work(h);
+    if (parallel && h->threads > 1)
+        parallel(ecoformer_hash_work, h, (unsigned)h->threads, 0);
+    else
+        ecoformer_hash_work(h);
     free(h->table);
 }

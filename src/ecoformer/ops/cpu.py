@@ -99,13 +99,20 @@ def backward(
 ) -> Gradients:
     """As `eager.backward`."""
     wanted = {"dq": q, "dk": k, "dv": v, "dstate": state}
-    new = {n: torch.empty(x.shape) for n, x in wanted.items() if x is not None and x.is_floating_point()}
+    floats = {name: x for name, x in wanted.items() if x is not None and x.is_floating_point()}
+    new = {name: torch.empty(x.shape) for name, x in floats.items()}
     if weight is not None:
         new["dw"] = torch.empty(v.shape[:3])
-    more = {"grad": _plain(grad), "grad_own": grad_own, "out": _plain(out), "own": own, "below": below}
+    more: dict[str, Tensor | None] = {
+        "grad": _plain(grad),
+        "grad_own": grad_own,
+        "out": _plain(out),
+        "own": own,
+        "below": below,
+    }
     given = (q, k, v, f, weight, state)
-    pairs = _run(_BACKWARD | (_CAUSAL if is_causal else 0), given, bits, more | new)
-    found = {n: x.to(wanted[n].dtype) for n, x in new.items() if n != "dw"}  # type: ignore[union-attr]
+    pairs = _run(_BACKWARD | (_CAUSAL if is_causal else 0), given, bits, {**more, **new})
+    found = {name: new[name].to(x.dtype) for name, x in floats.items()}
     dw = None if weight is None else new["dw"].sum_to_size(weight.shape).to(weight.dtype)
     return found.get("dq"), found.get("dk"), found["dv"], to_affinity(pairs, f), dw, found.get("dstate")
 

@@ -20,7 +20,7 @@ NEGATIVE = "affinity {} is negative for some codes: the sum of the groups' small
 BLOCK = 64
 """Tokens of a causal block, whose pairs are looked at one by one."""
 
-Gradients = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def forward(

@@ -123,7 +123,7 @@ def _features(y: Tensor, bits: int, size: int, columns: bool = False) -> Tensor:
 
 
 def _agreement(bits: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Weights (b, G * 2^s) and bias (G * 2^s) that give 1 for the value of a group, and at most 0 for others."""
+    """Weights (b, G * 2^s) and bias (G * 2^s) that give 1 for a group's value, and at most 0 for others."""
     row = torch.arange(-(-bits // size) << size, device=device)
     bit = torch.arange(bits, device=device).unsqueeze(-1)
     sign = 2 * (row >> bit % size & 1) - 1

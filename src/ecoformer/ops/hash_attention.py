@@ -198,16 +198,16 @@ def _(grad: Tensor, grad_own: Tensor | None, *given: Any) -> list[Tensor]:
 
 @torch.library.register_vmap("ecoformer::hash_attention")
 def _(info: Any, dims: tuple[int | None, ...], *given: Any) -> Any:
-    given = as_heads(info.batch_size, dims, given, heads_of(given[0], dims[0]), {3})
-    found = torch.ops.ecoformer.hash_attention(*given)
+    joined = as_heads(info.batch_size, dims, given, heads_of(given[0], dims[0]), {3})
+    found = torch.ops.ecoformer.hash_attention(*joined)
     return tuple(x.unflatten(1, (info.batch_size, -1)) for x in found), (1, 1, 1)
 
 
 @torch.library.register_vmap("ecoformer::hash_attention_backward")
 def _(info: Any, dims: tuple[int | None, ...], *given: Any) -> Any:
     rows = 0 if given[5] is None else given[5].shape[0 if dims[5] != 0 else 1]
-    given = as_heads(info.batch_size, dims, given, heads_of(given[2], dims[2]), {5})
-    found = torch.ops.ecoformer.hash_attention_backward(*given)
+    joined = as_heads(info.batch_size, dims, given, heads_of(given[2], dims[2]), {5})
+    found = torch.ops.ecoformer.hash_attention_backward(*joined)
     for i, x in enumerate(found):
         if i == 3 and rows:  # of f: (n H, ...) to (n, 1 or H, ...)
             x = x.unflatten(0, (info.batch_size, -1))
@@ -324,8 +324,9 @@ def _check_affinity(f: Tensor, v: Tensor, bits: int) -> None:
     fits = groups and f.shape[0] in (1, v.shape[1]) and f.shape[1:] == (groups, *rows)
     if not fits or f.device != v.device or not f.is_floating_point():
         raise ValueError(
-            f"affinity must be floating point (1 or H, G, s + 1) or (1 or H, G, 2^s, 2^s) on {v.device}, with H = "
-            f"{v.shape[1]}, s <= {affinities.LARGEST} and G = b / s rounded up for b = {bits}, got {_said(f)}"
+            f"affinity must be floating point (1 or H, G, s + 1) or (1 or H, G, 2^s, 2^s) on {v.device}, "
+            f"with H = {v.shape[1]}, s <= {affinities.LARGEST} and G = b / s rounded up for b = {bits}, "
+            f"got {_said(f)}"
         )
 
 
