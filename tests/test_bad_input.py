@@ -144,3 +144,11 @@ class TestNan:
         torch.testing.assert_close(out[1, 1], clean[1, 1])
         assert out[1, 0, 3:].isnan().all()
         assert all(g[others].isfinite().all() for g in dirty.gradients(out, torch.ones_like(out)))
+
+    def test_nan_in_a_weight_is_not_hidden(self, is_causal, f, kernels, make_inputs):
+        x, weight = make_inputs(2, 1, n=9, dtype=torch.float32), torch.ones(2, 1, 9)
+        weight[1, 0, 3] = torch.nan
+        with use_kernels(kernels):
+            out = hash_attention(*x, f, key_weight=weight, is_causal=is_causal)
+        assert out[1, 0, 3:].isnan().all()
+        assert out[0].isfinite().all()
