@@ -41,8 +41,8 @@ def grouped(beta: float | Tensor, weight: float | Tensor, bits: int, size: int =
                 f"{name} must be a number or (H, G) with G = {groups} groups of {size} of the {bits} bits, "
                 f"got {tuple(x.shape)}"
             )
-    differ = torch.arange(size + 1, device=beta.device)
-    sizes = torch.full((groups, 1), size, device=beta.device)
+    differ = torch.arange(size + 1.0, device=beta.device)
+    sizes = torch.full((groups, 1), float(size), device=beta.device)
     sizes[-1] = bits - (groups - 1) * size
     agree = (sizes - differ).clamp_min(0)
     beta = beta.unsqueeze(-1)
@@ -65,9 +65,8 @@ def group_size(f: Tensor) -> int:
 
 def distances(size: int, device: torch.device | None = None) -> Tensor:
     """In how many bits two values of a group differ: (2^s, 2^s)."""
-    values = torch.arange(1 << size, device=device)
-    differ = values.unsqueeze(-1) ^ values
-    return torch.stack([differ >> r & 1 for r in range(size)]).sum(0)
+    bits = torch.arange(1 << size, device=device).unsqueeze(-1) // 2 ** torch.arange(size, device=device) % 2
+    return (bits.unsqueeze(1) != bits).sum(-1)
 
 
 def mixing(f: Tensor, bits: int) -> Tensor:

@@ -34,14 +34,18 @@ from ecoformer.attention import HashedAttention
 from ecoformer.conversion.layers import kind_of
 from ecoformer.operations import Counts
 from ecoformer.ops import eager
+from ecoformer.ops.hash_attention import with_affinity
 from ecoformer.quantization.layers import HasGrids
 from ecoformer.running import eval_mode, run_on_meta, without_fast_path
 
 Row = tuple[str, str, Part, Counts]
 GROUP = 4
 """Bits of a group where an affinity has no groups: the paper's adds up bit by bit, so any cut will do."""
-PLAIN: dict[str, Callable[..., Any]] = {"hash_attention": eager.forward, "hash_tokens": eager.hash_forward}
-"""What our operators are in plain PyTorch."""
+PLAIN: dict[str, Callable[..., Any]] = {
+    "hash_attention": lambda *given: eager.forward(*with_affinity(given, 3)),
+    "hash_tokens": lambda *given: eager.hash_forward(*given[:-1], packed=False),
+}
+"""What our operators are in plain PyTorch; packing codes costs nothing where signs are bits."""
 
 
 @torch.no_grad()

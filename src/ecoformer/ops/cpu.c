@@ -112,9 +112,10 @@ INLINE void gather(const uint64_t *codes, const float *table, const float *weigh
             from[g] = table + row * LANES;
             total += counts[row];
         }
-        if (below) {
-            scale = total >= floor && floor > 0 ? 1 / total : floor > 0 ? 1 / floor : 0;
-            below[i] = total >= floor && floor > 0 ? total : -floor;
+        if (below) { // NaN stays, zero means that no key was seen
+            float bounded = total < floor ? floor : total;
+            scale = floor == 0 ? 0 : 1 / bounded;
+            below[i] = floor == 0 ? 0 : total < floor ? -floor : total;
         }
         int c = 0;
         UNROLL
@@ -496,8 +497,8 @@ INLINE void causal(const Call *c, int pass, const Row *r, long piece, long first
             scatter(codes[1] + i, r->v + (from + i) * c->sv[2], 0, w, 0, 1, block, SAME);
             seen += w ? *w : 1;
             float count = read_running(codes[0][i], r->mixing, 0, before, block, sum, SAME), floor = r->floor * seen;
-            float scale = count >= floor && floor > 0 ? 1 / count : floor > 0 ? 1 / floor : 0;
-            r->below[from + i] = count >= floor && floor > 0 ? count : -floor;
+            float bounded = count < floor ? floor : count, scale = floor == 0 ? 0 : 1 / bounded;
+            r->below[from + i] = floor == 0 ? 0 : count < floor ? -floor : count;
             float *out = r->out + (from + i) * c->so[2];
             for (int x = 0; x < d; x++) out[x] = scale ? sum[x] * scale : 0;
         }

@@ -126,8 +126,8 @@ def _agreement(bits: int, size: int, device: torch.device) -> tuple[Tensor, Tens
     """Weights (b, G * 2^s) and bias (G * 2^s) that give 1 for a group's value, and at most 0 for others."""
     row = torch.arange(-(-bits // size) << size, device=device)
     bit = torch.arange(bits, device=device).unsqueeze(-1)
-    sign = 2 * (row >> bit % size & 1) - 1
-    weight = torch.where(row >> size == bit // size, sign, 0).float()
+    sign = 2 * (row // 2 ** (bit % size) % 2) - 1  # runtimes have no shifts
+    weight = torch.where(row // (1 << size) == bit // size, sign, 0).float()
     return weight, 1 - weight.clamp_min(0).sum(0)
 
 

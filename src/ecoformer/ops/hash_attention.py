@@ -153,19 +153,19 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     if looks and not bool((affinities.least(f, bits) >= 0).all()):
         raise ValueError(eager.NEGATIVE.format(tuple(f.shape)))
     with eager.full_precision(v.device):
-        found: tuple[Tensor, Tensor, Tensor] = forward(*_with_affinity(given, 3))
+        found: tuple[Tensor, Tensor, Tensor] = forward(*with_affinity(given, 3))
     return found
 
 
 @torch.library.impl(_library, "hash_attention_backward", "CompositeExplicitAutograd")
 def _backward(*given: Any) -> list[Tensor]:
     with eager.full_precision(given[4].device):
-        found = kernels_for(given[4], given[11], "backward")(*_with_affinity(given, 5))
+        found = kernels_for(given[4], given[11], "backward")(*with_affinity(given, 5))
     found = (*found[:3], None if given[5] is None else found[3], *found[4:])
     return [given[0].new_empty(0) if x is None else x for x in found]
 
 
-def _with_affinity(given: tuple[Any, ...], at: int) -> tuple[Any, ...]:
+def with_affinity(given: tuple[Any, ...], at: int) -> tuple[Any, ...]:
     """The arguments with the paper's affinity where there is none."""
     if given[at] is not None:
         return given
