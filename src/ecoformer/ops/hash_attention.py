@@ -106,8 +106,17 @@ class _HashAttention(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*given: Any) -> Any:
-        return torch.ops.ecoformer.hash_attention(*given)
+    def forward(
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor,
+        f: Tensor | None,
+        weight: Tensor | None,
+        state: Tensor | None,
+        bits: int,
+        is_causal: bool,
+    ) -> Any:  # spelled out: the compiler counts parameters
+        return torch.ops.ecoformer.hash_attention(q, k, v, f, weight, state, bits, is_causal)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -130,8 +139,14 @@ class _HashAttention(torch.autograd.Function):
 
 
 def _apply(*given: Any) -> tuple[Tensor, Tensor]:
-    out, after, _ = _HashAttention.apply(*given)
-    return out, after
+    operator = _HashAttention.apply if wants_gradient(*given) else torch.ops.ecoformer.hash_attention
+    out, own, _ = operator(*given)
+    return out, own
+
+
+def wants_gradient(*given: Any) -> bool:
+    """Whether any of these tensors takes a gradient."""
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given)
 
 
 # ---- The registered operators ------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ecoformer.ops import eager
-from ecoformer.ops.hash_attention import as_heads, heads_of, kernels_for
+from ecoformer.ops.hash_attention import as_heads, heads_of, kernels_for, wants_gradient
 
 
 def hash_tokens(
@@ -27,18 +27,17 @@ def hash_tokens(
     Returns:
         (B, H, N, b) in fp32 (fp64 for fp64), or packed codes.
     """
-    wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if packed and not wanted and weight.shape[2] <= 64:
-        return torch.ops.ecoformer.hash_tokens(x, support, mean, sigma, weight, True)
-    return _HashTokens.apply(x, support, mean, sigma, weight)
+    if wants_gradient(x, weight):
+        return _HashTokens.apply(x, support, mean, sigma, weight)
+    return torch.ops.ecoformer.hash_tokens(x, support, mean, sigma, weight, packed and weight.shape[2] <= 64)
 
 
 class _HashTokens(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*given: Any) -> Any:
-        return torch.ops.ecoformer.hash_tokens(*given, False)
+    def forward(x: Tensor, support: Tensor, mean: Tensor, sigma: Tensor, weight: Tensor) -> Any:
+        return torch.ops.ecoformer.hash_tokens(x, support, mean, sigma, weight, False)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
