@@ -11,6 +11,7 @@ from torch import nn
 
 import ecoformer
 from ecoformer import create_attention, export_onnx
+from ecoformer.ops.exported import decompositions
 
 CHANNELS_LAST = ("Transpose", 0, 3, 1, 2)
 
@@ -133,7 +134,7 @@ def test_texts_with_padding(attention, tmp_path):
     assert_same(run(made.path, input_ids=ids, attention_mask=mask)[0], expected)
 
 
-@pytest.mark.filterwarnings("ignore:hash functions are random")
+@pytest.mark.filterwarnings("ignore:hash functions are random", "ignore::FutureWarning")
 @pytest.mark.parametrize(
     ("attention", "config"),
     [
