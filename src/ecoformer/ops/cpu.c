@@ -17,7 +17,12 @@ typedef float vec __attribute__((vector_size(64), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(64), aligned(4)));
 enum { W = 16, TILE = 4, BLOCK = 4096, MAX_GROUPS = 64 };
 #define INLINE static inline __attribute__((always_inline))
-#if defined(__x86_64__) && defined(__linux__)
+#ifdef __clang__
+#define SHUFFLE(b, ...) __builtin_shufflevector(b, b, __VA_ARGS__)
+#else
+#define SHUFFLE(b, ...) __builtin_shuffle(b, (ivec){__VA_ARGS__})
+#endif
+#if defined(__x86_64__) && defined(__linux__) && !defined(__clang__)
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define CLONES
@@ -51,9 +56,9 @@ INLINE uint64_t code_of(const float *y, int bits) {
     for (; r + W <= bits; r += W) { // sixteen signs at a time
         static const ivec BIT = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
         ivec b = (*(const vec *)(y + r) >= 0) & BIT;
-        b |= __builtin_shuffle(b, (ivec){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
-        b |= __builtin_shuffle(b, (ivec){4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3});
-        b |= __builtin_shuffle(b, (ivec){2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1});
+        b |= SHUFFLE(b, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+        b |= SHUFFLE(b, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3);
+        b |= SHUFFLE(b, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1);
         code |= (uint64_t)(uint32_t)(b[0] | b[1]) << r;
     }
     for (; r < bits; r++) code |= (uint64_t)(y[r] >= 0) << r;

@@ -107,7 +107,7 @@ def one_hot(y: Tensor, f: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     groups, size = f.shape[1], group_size(f)
     if y.dtype.is_floating_point:
         ones = F.pad(y >= 0, (0, groups * size - bits)).unflatten(-1, (groups, size))
-        values = (ones.long() << torch.arange(size, device=y.device)).sum(-1)
+        values = (ones * 2 ** torch.arange(size, device=y.device)).sum(-1)  # runtimes have no shifts
     else:
         shifts = torch.arange(0, groups * size, size, device=y.device)
         mask = (1 << bits) - 1 if bits < 64 else -1
@@ -181,8 +181,8 @@ def _flips(p: Tensor, y: Tensor, f: Tensor, bits: int) -> Tensor:
     if not y.dtype.is_floating_point:
         return y.new_empty(0)
     ones = F.pad(y >= 0, (0, groups * size - bits)).unflatten(-1, (groups, size))
-    flip = 1 << torch.arange(size, device=y.device)
-    here = (ones.long() * flip).sum(-1, keepdim=True)
+    flip = 2 ** torch.arange(size, device=y.device)
+    here = (ones * flip).sum(-1, keepdim=True)
     grouped = p.unflatten(-1, (groups, 1 << size))
     half = 0.5 * (grouped.gather(-1, here) - grouped.gather(-1, here ^ flip))
     found = torch.where(ones, half, -half).flatten(-2)[..., :bits]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ecoformer import affinity as affinities
 from ecoformer.ops import eager
@@ -127,6 +128,7 @@ class _HashAttention(torch.autograd.Function):
         ctx.save_for_backward(*tensors, out, own, below)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_own: Tensor | None, _: None) -> Any:
         *tensors, out, own, below = ctx.saved_tensors
         if grad is None:
