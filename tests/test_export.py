@@ -174,24 +174,6 @@ def test_zero_tokens_have_their_codes(attention):
     torch.testing.assert_close(program.module()(x), model(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_plain_torch_onnx_export_has_standard_operators_only(tmp_path):
-    model, x = create_attention("sharp_eco", 16, 2).eval(), torch.randn(2, 6, 16)
-    shapes = ({0: "batch", 1: "tokens"},)
-    torch.onnx.export(
-        model,
-        (x,),
-        tmp_path / "model.onnx",
-        dynamo=True,
-        dynamic_shapes=shapes,
-        external_data=False,
-        verbose=False,
-    )
-    assert {node.domain for node in onnx.load(tmp_path / "model.onnx").graph.node} == {""}
-    x = torch.randn(1, 30, 16)
-    assert_same(run(tmp_path / "model.onnx", x=x)[0], model(x).detach())
-
-
 def test_inputs_are_named_as_in_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}

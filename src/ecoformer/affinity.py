@@ -96,7 +96,9 @@ def _linear(bits: int, constant: int, size: int, device: torch.device | str | No
     """constant + h . g in whole numbers: what does not divide evenly goes to the first group."""
     groups = group_count(bits, size)
     share, rest = divmod(constant, groups)
-    f = (share + size - 2.0 * torch.arange(size + 1, device=device)).repeat(1, groups, 1)
-    f[:, 0] += rest
-    f[:, -1] -= groups * size - bits
+    f = (share + size - 2.0 * torch.arange(size + 1, device=device)).expand(1, groups, -1)
+    short = groups * size - bits
+    if rest or short:
+        group = torch.arange(groups, device=device).unsqueeze(-1)
+        f = f + rest * (group == 0) - short * (group == groups - 1)
     return f

@@ -142,7 +142,7 @@ def test_operators_of_whole_numbers() -> None:
     assert counts.widths == {"int8": Counts(mul=terms), "int32": Counts(add=terms)}
     assert counts.bytes == 4 * 36 + 8 * 2 * 9 + 4 * 8 * 16
     counts, _ = executed(OURS.pack_signs, meta(5, 32, dtype=torch.int32), meta(32, dtype=torch.int32), 16)
-    assert counts == Counts(compare=5 * 32, bytes=4 * (5 * 32 + 32) + 8 * 5 * 2)
+    assert counts == Counts(compare=5 * 32, bytes=4 * (5 * 32 + 32) + 2 * 5 * 2)
     codes, v = meta(2, 3, 100, dtype=torch.int16), meta(2, 3, 100, 32)
     levels, multiplier = meta(3, 4, 5, dtype=torch.int32), meta(3, 2, dtype=torch.int32)
     counts, uncounted = executed(

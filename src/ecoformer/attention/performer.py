@@ -11,7 +11,8 @@ from torch import Tensor
 from ecoformer.attention.base import Attention
 from ecoformer.attention.registry import register_attention
 from ecoformer.operations import Counts, Operations, Product
-from ecoformer.ops.eager import accumulator, causal_product, full_precision, unit_length, widened, without
+from ecoformer.ops.eager import accumulator, full_precision, unit_length, widened, without
+from ecoformer.ops.exported import causal_product
 from ecoformer.randomness import seeded
 
 _FLOOR = 1e-4

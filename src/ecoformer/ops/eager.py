@@ -34,17 +34,17 @@ def forward(
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output, the state of these keys alone, and each query's denominator; see `hash_attention`."""
-    y, zq, zk, m = _prepare(q, k, v, f, weight, bits)
+    y, zq, zk, m = prepare(q, k, v, f, weight, bits)
     own = zk.mT @ y
     if is_causal:
-        top = causal_product(_mixed(zq, m), zk, y)
+        top = causal_product(mixed(zq, m), zk, y)
         seen = y[..., -1].cumsum(-1)
         if state is not None:
             before = state.to(y.dtype)
-            top, seen = top + _mixed(zq, m) @ before, seen + count(before, m)
+            top, seen = top + mixed(zq, m) @ before, seen + count(before, m)
     else:
         total = own if state is None else own + state.to(y.dtype)
-        top, seen = _mixed(zq, m) @ total, count(total, m)
+        top, seen = mixed(zq, m) @ total, count(total, m)
     floor = FLOOR * m.mean((-2, -1)).sum(-1).unsqueeze(-1) * seen
     bounded = (top[..., -1] < floor) | (seen == 0)
     below = torch.where(bounded, floor, top[..., -1])
@@ -68,12 +68,12 @@ def backward(
     is_causal: bool,
 ) -> Gradients:
     """Gradients of q, k, v, f, weight and state. A denominator that was below its floor is negative here."""
-    y, zq, zk, m = _prepare(q, k, v, f, weight, bits)
+    y, zq, zk, m = prepare(q, k, v, f, weight, bits)
     scale = torch.where(below == 0, 0, 1 / torch.where(below == 0, 1, below.abs())).unsqueeze(-1)
     dn = grad.to(y.dtype) * scale
     count = torch.where(below > 0, -(dn * out.to(y.dtype)).sum(-1), 0)
     dn = torch.cat([dn, count.unsqueeze(-1)], -1)
-    read = _mixed(zq, m)
+    read = mixed(zq, m)
     # What a query's gradient makes of each row of the state, and what a key's value makes of each row of
     # its gradient.
     if is_causal:
@@ -88,7 +88,7 @@ def backward(
         held, reads, to_y = dn @ total.mT, y @ rows.mT, zk @ rows
     if grad_own is not None:
         reads, to_y = reads + y @ grad_own.mT, to_y + zk @ grad_own
-    to_q, to_k = _flips(_mixed(held, m.mT), q, f, bits), _flips(reads, q if k is None else k, f, bits)
+    to_q, to_k = _flips(mixed(held, m.mT), q, f, bits), _flips(reads, q if k is None else k, f, bits)
     w = y[..., -1]
     plain = torch.where(w.unsqueeze(-1) == 0, 0, v.to(y.dtype))
     to_w = torch.where(w == 0, 0, (plain * to_y[..., :-1]).sum(-1) + to_y[..., -1])
@@ -106,12 +106,11 @@ def one_hot(y: Tensor, f: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """Which rows tokens pick (..., N, G 2^s), of numbers (..., N, b) or packed codes (..., N)."""
     groups, size = f.shape[1], group_size(f)
     if y.dtype.is_floating_point:
-        ones = F.pad(y >= 0, (0, groups * size - bits)).unflatten(-1, (groups, size))
-        values = (ones * 2 ** torch.arange(size, device=y.device)).sum(-1)  # runtimes have no shifts
+        ones = y >= 0
     else:
-        shifts = torch.arange(0, groups * size, size, device=y.device)
-        mask = (1 << bits) - 1 if bits < 64 else -1
-        values = ((y.long() & mask).unsqueeze(-1) >> shifts) & (1 << size) - 1
+        ones = (y.long().unsqueeze(-1) >> torch.arange(bits, device=y.device) & 1).bool()
+    ones = F.pad(ones, (0, groups * size - bits)).unflatten(-1, (groups, size))
+    values = (ones * 2 ** torch.arange(size, device=y.device)).sum(-1)  # runtimes have no shifts
     picks = values.unsqueeze(-1) == torch.arange(1 << size, device=y.device)
     return picks.flatten(-2).to(dtype)
 
@@ -138,7 +137,7 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False)
 
 
-def _prepare(
+def prepare(
     q: Tensor, k: Tensor | None, v: Tensor, f: Tensor, weight: Tensor | None, bits: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Weighted [v, 1], the rows that queries and keys pick, and what the rows of a group exchange."""
@@ -151,7 +150,7 @@ def _prepare(
     return y, zq, zq if k is None else one_hot(k, f, bits, dtype), mixing(f, bits).to(dtype)
 
 
-def _mixed(z: Tensor, m: Tensor) -> Tensor:
+def mixed(z: Tensor, m: Tensor) -> Tensor:
     """What z (..., N, G 2^s) reads after the rows of each group were mixed: z_j M_j for each group j."""
     groups, values = m.shape[1:3]
     return (z.unflatten(-1, (groups, values)).transpose(-3, -2) @ m).transpose(-3, -2).flatten(-2)
@@ -167,7 +166,11 @@ def causal_product(a: Tensor, b: Tensor, c: Tensor, reverse: bool = False) -> Te
     if reverse:
         return causal_product(a.flip(-2), b.flip(-2), c.flip(-2)).flip(-2)
     n = a.shape[-2]
-    a, b, c = (F.pad(x, (0, 0, 0, -n % BLOCK)).unflatten(-2, (-1, BLOCK)) for x in (a, b, c))
+    blocks = (n + BLOCK - 1) // BLOCK
+    a, b, c = (
+        F.pad(x, (0, 0, 0, blocks * BLOCK - n)).reshape(*x.shape[:-2], blocks, BLOCK, x.shape[-1])
+        for x in (a, b, c)
+    )
     before = F.pad((b.mT @ c).cumsum(-3), (0, 0, 0, 0, 1, 0))[..., :-1, :, :]
     return ((a @ b.mT).tril() @ c + a @ before).flatten(-3, -2)[..., :n, :]
 

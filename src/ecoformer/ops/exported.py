@@ -39,6 +39,11 @@ def power_of_two(exponent: Tensor) -> Tensor:
     return torch.exp(exponent * math.log(2)) if exporting() else torch.exp2(exponent)
 
 
+def causal_product(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """out_t = sum of (a_t . b_s) c_s over s <= t; where exported, by an N x N matrix instead of blocks."""
+    return (a @ b.mT).tril() @ c if exporting() else eager.causal_product(a, b, c)
+
+
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Our operators by standard ones, for `ExportedProgram.run_decompositions`."""
     ops = torch.ops.ecoformer
@@ -69,7 +74,7 @@ def attention(
     else:
         m = mixing(f.float(), bits)
         floor = eager.FLOOR * m.mean((-2, -1)).sum(-1).view(-1, 1, 1) * eager.count(counts, m).unsqueeze(-1)
-        tables, below = _mixed(m, sums), torch.maximum(f_q @ _mixed(m, counts), floor)
+        tables, below = _mix(m, sums), torch.maximum(f_q @ _mix(m, counts), floor)
     if value_scale is not None:
         tables = tables * value_scale.view(-1, 1, 1)
     return (f_q @ tables / below.clamp_min(_TINY)).to(v.dtype)
@@ -85,11 +90,18 @@ def _hash_attention(
     bits: int,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    exact = paper(bits, device=v.device) if f is None else f
-    out, own, below = eager.forward(q, k, v, exact, weight, state, bits, is_causal)
-    if not is_causal and state is None and q.ndim == 4:
-        out = attention(q, k, v, f, weight, bits)  # what nothing uses of the rest is left out
-    return out, own, below
+    given = (q, k, v, paper(bits, device=v.device) if f is None else f, weight)
+    y, zq, zk, m = eager.prepare(*given, bits)
+    own = zk.mT @ y  # what nothing uses of this is left out
+    below = torch.zeros(q.shape[:3], dtype=y.dtype, device=v.device)
+    if not is_causal and state is None:
+        return attention(q, k, v, f, weight, bits), own, below
+    read = eager.mixed(zq, m)
+    pairs = read @ zk.mT  # N x N: standard operators have no loop over blocks
+    top = (pairs.tril() if is_causal else pairs) @ y
+    if state is not None:
+        top = top + read @ state.to(y.dtype)
+    return (top[..., :-1] / top[..., -1:].clamp_min(_TINY)).to(v.dtype), own, below
 
 
 def _hash_tokens(
@@ -131,7 +143,7 @@ def _agreement(bits: int, size: int, device: torch.device) -> tuple[Tensor, Tens
     return weight, 1 - weight.clamp_min(0).sum(0)
 
 
-def _mixed(m: Tensor, state: Tensor) -> Tensor:
+def _mix(m: Tensor, state: Tensor) -> Tensor:
     """Rows (..., G 2^s, D), those of each group mixed."""
     return (m @ state.unflatten(-2, tuple(m.shape[1:3]))).flatten(-3, -2)
 
