@@ -236,6 +236,44 @@ def test_any_layout_in_memory(causal, kernels):
         torch.testing.assert_close(one, again, equal_nan=True)
 
 
+@ORDERS
+class TestNan:
+    """What is padded may hold anything (the `weighted` and `masked` calls above have NaN there too)."""
+
+    @pytest.mark.parametrize("junk", [torch.nan, torch.inf])
+    @pytest.mark.parametrize("flags", [{"masked"}, {"masked", "weighted"}], ids=["masked", "weighted"])
+    def test_padding_is_never_read(self, junk, flags, causal, kernels):
+        name, dtype = kernels
+        dirty = make_call(70, flags=flags, dtype=dtype, causal=causal)
+        weight = torch.ones(2, 2, 70) if dirty["key_weight"] is None else dirty["key_weight"]
+        holes = (weight == 0) | dirty["key_padding_mask"][:, None]
+        clean = dict(dirty)
+        for what, plain in (("k", 1.0), ("v", 0.0)):
+            dirty[what], clean[what] = (dirty[what].masked_fill(holes[..., None], x) for x in (junk, plain))
+        if "weighted" in flags:
+            dirty["key_weight"] = weight.masked_fill(dirty["key_padding_mask"][:, None], junk)
+        found, expected = results(dirty, name), results(clean, name)
+        for what, x in found.items():
+            torch.testing.assert_close(x, expected[what], msg=what)
+        for what in found.keys() & {"gradient of k", "gradient of v", "gradient of key_weight"}:
+            assert not found[what][holes].any()
+
+    @pytest.mark.parametrize("where", ["v", "key_weight", "state"])
+    def test_it_stays_in_its_sample_and_is_not_hidden(self, where, causal, kernels):
+        name, dtype = kernels
+        clean = make_call(70, flags={"state", "per_head", "weighted"}, dtype=dtype, causal=causal, batch=3)
+        clean["v"], clean["key_weight"] = clean["v"].nan_to_num(), clean["key_weight"] + 0.1
+        dirty = clean | {where: clean[where].clone()}
+        dirty[where][1, 0, 3] = torch.nan
+        found, expected = results(dirty, name), results(clean, name)
+        read = found["out"][1, 0, 3:]
+        assert (read.isnan().any() if where == "state" else read.isnan().all())
+        torch.testing.assert_close(found["out"][1, 1], expected["out"][1, 1])
+        others = torch.tensor([True, False, True])
+        for what in found.keys() - {"gradient of affinity"}:
+            torch.testing.assert_close(found[what][others], expected[what][others], msg=what)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="about kernels in C")
 class TestKernelsInC:
     def test_where_they_were_not_built_eager_runs(self, monkeypatch):
@@ -268,12 +306,3 @@ class TestKernelsInC:
         first, second = results(call, "cpu"), results(call, "cpu")
         torch.set_num_threads(1)
         assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_kernels_agree_bit_for_bit_on_whole_numbers(kernels):
-    name, dtype = kernels
-    call = make_call(300, 400, d=20, dtype=dtype)
-    given = call["q"], call["k"], call["v"].mul(4).round(), affinities.paper(16), None, None, 16, False
-    module = __import__(f"ecoformer.ops.{name}", fromlist=["forward"])
-    for ours, right in zip(module.forward(*given), eager.forward(*given), strict=True):
-        assert torch.equal(ours, right)
