@@ -28,7 +28,9 @@ def whole_sequence(kind):
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
     q, k, v, grad = draw(2, 3, N, BITS), draw(2, 3, N, BITS), draw(2, 3, N, DIM), draw(2, 3, N, DIM)
     weight, mask, state = draw(2, 3, N).exp(), torch.zeros(2, N, dtype=torch.bool), None
-    f = affinity.grouped(torch.rand(3, 4, generator=generator), 0.5 + torch.rand(3, 4, generator=generator), BITS).double()
+    f = affinity.grouped(
+        torch.rand(3, 4, generator=generator), 0.5 + torch.rand(3, 4, generator=generator), BITS
+    ).double()
     if kind == "masked":
         mask = torch.rand(2, N, generator=generator) < 0.4
         mask[0] = True

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from ecoformer import EcoAttention, KernelHasher, affinity, fit_hashers, hash_attention, reference, use_kernels
+from ecoformer import (
+    EcoAttention,
+    KernelHasher,
+    affinity,
+    fit_hashers,
+    hash_attention,
+    reference,
+    use_kernels,
+)
 
 pytestmark = [
     pytest.mark.gpu,

@@ -81,7 +81,9 @@ def results(call, kernels: str | None, dtype: torch.dtype | None = None) -> dict
         for name, x in call.items()
     }
     leaves = {name: call[name] for name in LEAVES}
-    leaves = {n: x.detach().requires_grad_() for n, x in leaves.items() if x is not None and x.is_floating_point()}
+    leaves = {
+        n: x.detach().requires_grad_() for n, x in leaves.items() if x is not None and x.is_floating_point()
+    }
     grad, grad_state = call.pop("grad"), call.pop("grad_state")
     call |= leaves
     call["k"] = call["q"] if call["k"] is None else call["k"]
@@ -89,10 +91,14 @@ def results(call, kernels: str | None, dtype: torch.dtype | None = None) -> dict
         out, state = dense(**call)
     else:
         with use_kernels(kernels):
-            out, state = hash_attention(call.pop("q"), call.pop("k"), call.pop("v"), **call, return_state=True)
+            out, state = hash_attention(
+                call.pop("q"), call.pop("k"), call.pop("v"), **call, return_state=True
+            )
     loss = (out * grad).sum() if grad_state is None else (out * grad).sum() + (state * grad_state).sum()
     with use_kernels(kernels or "eager"):
-        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+        gradients = torch.autograd.grad(
+            loss, list(leaves.values()), allow_unused=True, materialize_grads=True
+        )
     found = {f"gradient of {name}": x for name, x in zip(leaves, gradients, strict=True)}
     return {"out": out.detach(), "state": state.detach(), **found}
 
@@ -127,10 +133,15 @@ def dense(
     seen, after = w @ counted.mT, torch.einsum("bhmgy,bhmd->bhgyd", zk, y).flatten(2, 3)
     if state is not None:
         top = top + mixed.flatten(3) @ state
-        seen, after = seen + state.unflatten(2, (groups, -1))[:, :, 0, :, -1].sum(-1, keepdim=True), after + state
+        seen, after = (
+            seen + state.unflatten(2, (groups, -1))[:, :, 0, :, -1].sum(-1, keepdim=True),
+            after + state,
+        )
     floor = (FLOOR * m.mean((-2, -1)).sum(-1).unsqueeze(-1) * seen).detach()
     below = torch.where((top[..., -1] < floor) | (seen == 0), floor, top[..., -1])
-    out = torch.where((seen == 0).unsqueeze(-1), 0, top[..., :-1] / torch.where(seen == 0, 1, below).unsqueeze(-1))
+    out = torch.where(
+        (seen == 0).unsqueeze(-1), 0, top[..., :-1] / torch.where(seen == 0, 1, below).unsqueeze(-1)
+    )
     return out, after
 
 

@@ -10,7 +10,7 @@ from calls import DTYPES, FLAGS, make_call, results
 
 from ecoformer import affinity as affinities
 from ecoformer import hash_attention, pack_codes, reference, use_kernels
-from ecoformer.ops import cpu, eager
+from ecoformer.ops import cpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Then kernels in Triton run on the CPU: `test_triton.py` starts such a process."""
@@ -82,6 +82,12 @@ def test_cross_attention(n_k, kernels):
     check(kernels, 0, n_k, 10, 3, 20, flags={"learned"})
 
 
+@ORDERS
+@pytest.mark.parametrize("empty", [{"batch": 0}, {"heads": 0}, {"d": 0}], ids=["batch", "heads", "channels"])
+def test_nothing_to_compute(empty, causal, kernels):
+    check(kernels, 5, 5, flags={"weighted", "learned"}, causal=causal, **empty)
+
+
 def test_more_bits_than_an_integer_has():
     check(("eager", torch.float32), 40, 50, 70, 8, 5, flags={"weighted"})
     check(("cpu", torch.float32), 40, 40, 70, 8, 5, flags={"per_head"}, causal=True)  # eager runs
@@ -135,7 +141,10 @@ def test_nobody_seen(kernels):
     call = make_call(9, dtype=dtype, batch=1)
     q, k, v = (call[x].requires_grad_() for x in "qkv")
     with use_kernels(name):
-        for rest in ({"key_padding_mask": torch.ones(1, 9, dtype=torch.bool)}, {"key_weight": torch.zeros(1, 2, 9)}):
+        for rest in (
+            {"key_padding_mask": torch.ones(1, 9, dtype=torch.bool)},
+            {"key_weight": torch.zeros(1, 2, 9)},
+        ):
             for causal in (False, True):
                 out = hash_attention(q, k, v, is_causal=causal, **rest)
                 assert not out.any()
@@ -158,7 +167,9 @@ def test_a_query_that_can_read_one_light_key_only(kernels):
         out = hash_attention(q, k, v, f, key_weight=weight)
         assert out.item() == pytest.approx(1, rel=1e-6)
         both = torch.cat([-q, q], 2)
-        assert hash_attention(both, k, v, f, key_weight=weight, is_causal=True)[0, 0, 1].item() == pytest.approx(1)
+        assert hash_attention(both, k, v, f, key_weight=weight, is_causal=True)[
+            0, 0, 1
+        ].item() == pytest.approx(1)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="a million keys take the interpreter long")
@@ -188,7 +199,9 @@ def test_counting_does_not_stop(causal, kernels):
             out, state = hash_attention(q, q, v, is_causal=causal, state=state, return_state=True)
     assert state[0, 0, 15].tolist() == [15 - many, 15 + many, 15 + many]
     assert state[0, 0, :15].eq(0).all()
-    torch.testing.assert_close(out[0, 0, -1].double(), torch.tensor([-1.0, 1.0]).double(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        out[0, 0, -1].double(), torch.tensor([-1.0, 1.0]).double(), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_a_stream_is_causal_attention(kernels):
@@ -232,7 +245,9 @@ def test_any_layout_in_memory(causal, kernels):
             assert torch.equal(ours, same)
         assert found[0].transpose(1, 2).is_contiguous()
         one = hash_attention(q, k, v[:, :1, :1].expand_as(v), call["affinity"], is_causal=causal)
-        again = hash_attention(q, k, v[:, :1, :1].expand_as(v).contiguous(), call["affinity"], is_causal=causal)
+        again = hash_attention(
+            q, k, v[:, :1, :1].expand_as(v).contiguous(), call["affinity"], is_causal=causal
+        )
         torch.testing.assert_close(one, again, equal_nan=True)
 
 
@@ -267,7 +282,7 @@ class TestNan:
         dirty[where][1, 0, 3] = torch.nan
         found, expected = results(dirty, name), results(clean, name)
         read = found["out"][1, 0, 3:]
-        assert (read.isnan().any() if where == "state" else read.isnan().all())
+        assert read.isnan().any() if where == "state" else read.isnan().all()
         torch.testing.assert_close(found["out"][1, 1], expected["out"][1, 1])
         others = torch.tensor([True, False, True])
         for what in found.keys() - {"gradient of affinity"}:

@@ -142,7 +142,9 @@ def test_vmap_over_any_argument(flags, causal):
 @ORDERS
 @pytest.mark.parametrize("shared", [False, True], ids=["own f", "one f"])
 def test_function_transforms_give_autograds_gradients(shared, causal):
-    calls = [make_call(9, None, 6, 4, 3, {"weighted", "state"}, causal=causal, seed=seed) for seed in range(3)]
+    calls = [
+        make_call(9, None, 6, 4, 3, {"weighted", "state"}, causal=causal, seed=seed) for seed in range(3)
+    ]
     stacked = [torch.stack([call[name] for call in calls]) for name in LEAVES]
     stacked[2] = stacked[2].nan_to_num()
 

@@ -120,7 +120,9 @@ COMPILED = {
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled")
-@pytest.mark.parametrize("case", [pytest.param(x, marks=[] if x in ("plain", "causal") else pytest.mark.slow) for x in COMPILED])
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=[] if x in ("plain", "causal") else pytest.mark.slow) for x in COMPILED]
+)
 def test_compiles_without_asynchronous_products(case, monkeypatch, tmp_path):
     """Assemblers before CUDA 13.3 get wgmma wrong. All but two are slow."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
