@@ -14,9 +14,11 @@ class BuildLibrary(build_ext):
     """A plain shared library, which is loaded by ctypes: the same for all versions of Python and PyTorch."""
 
     def get_ext_filename(self, fullname: str) -> str:
+        """The file's name, without Python's version."""
         return fullname.replace(".", "/") + ".so"
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
+        """None: it is no module of Python."""
         return ext.export_symbols
 
 
@@ -24,10 +26,12 @@ class PlatformWheel(bdist_wheel):
     """A wheel for this system and any Python 3."""
 
     def finalize_options(self) -> None:
+        """It holds compiled code."""
         super().finalize_options()
         self.root_is_pure = False
 
     def get_tag(self) -> tuple[str, str, str]:
+        """For any Python 3 on this platform."""
         return "py3", "none", super().get_tag()[2]
 
 
