@@ -831,6 +831,7 @@ CLONES void ecoformer_hash_work(void *data) {
 }
 
 void ecoformer_hash(Hash *h, Parallel parallel) {
+    if (!h->rows || !h->n) return;
     long d = h->d, wide = (h->samples + W - 1) / W * W, columns = (h->bits + W - 1) / W * W;
     long sizes[3] = {(d + 1) * wide, wide, (wide + 1) * columns};
     h->table = calloc(h->heads * (sizes[0] + sizes[1] + sizes[2]), sizeof(float));
