@@ -43,7 +43,7 @@ GROUP = 4
 """Bits of a group where an affinity has no groups: the paper's adds up bit by bit, so any cut will do."""
 PLAIN: dict[str, Callable[..., Any]] = {
     "hash_attention": lambda *given: eager.forward(*with_affinity(given, 3)),
-    "hash_tokens": lambda *given: eager.hash_forward(*given[:-1], packed=False),
+    "hash_tokens": lambda *given: eager.hash_forward(*given[:5], False),
 }
 """What our operators are in plain PyTorch; packing codes costs nothing where signs are bits."""
 
