@@ -1,4 +1,4 @@
-"""Integer attention: eager and C against plain Python integers, bit for bit, and these against exact fractions."""
+"""Integer attention: eager and C are plain Python integers bit for bit, these are near exact fractions."""
 
 from fractions import Fraction
 
@@ -100,79 +100,67 @@ def test_largest_sums_fit():
         ]
 
 
-def exact(query, codes, v, f, factor, weights):
-    """One channel by its definition, cut off at ±127; f is a row of numbers for each group."""
+def exact(codes, v, f, factor, weights):
+    """A query without bits, one channel: what is defined, cut off at ±127, and its least affinity."""
     size = len(f[0]) - 1
-    groups = [[(query ^ key) >> j * size & (1 << size) - 1 for j in range(len(f))] for key in codes]
-    counts = [w * sum(row[x.bit_count()] for row, x in zip(f, g)) for w, g in zip(weights, groups)]
-    total = sum(counts)
-    y = factor * sum(a * x for a, x in zip(counts, v)) / total if total else Fraction(0)
-    return min(max(y, -127), 127), min(counts) and min(
-        sum(row[x.bit_count()] for row, x in zip(f, g)) for g in groups
-    )
+    affinities = [
+        sum(row[(code >> j * size & (1 << size) - 1).bit_count()] for j, row in enumerate(f))
+        for code in codes
+    ]
+    counts = [a * w for a, w in zip(affinities, weights, strict=True)]
+    y = factor * sum(a * x for a, x in zip(counts, v, strict=True)) / sum(counts) if sum(counts) else 0
+    return min(max(y, -127), 127), min(affinities)
 
 
-numbers = st.integers(0, 24).flatmap(lambda bits: st.integers(0, 2**bits))
+KEYS = st.lists(
+    st.tuples(st.integers(0, 255), st.integers(-127, 127), st.integers(0, 21)), min_size=1, max_size=8
+)
+LEVELS = st.integers(0, 30).flatmap(lambda bits: st.integers(0, 2**bits))
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    keys=st.lists(
-        st.tuples(st.integers(0, 255), st.integers(-127, 127), st.integers(0, 21)), min_size=1, max_size=8
-    ),
-    query=st.integers(0, 255),
-    levels=st.lists(st.lists(numbers, min_size=5, max_size=5), min_size=2, max_size=2),
-    scale=st.integers(0, 6),
+    keys=KEYS,
+    levels=st.lists(st.lists(LEVELS, min_size=5, max_size=5), min_size=2, max_size=2),
     multiplier=st.tuples(st.integers(2**14, 2**15 - 1), st.integers(3, 22)),
-    spread=st.sampled_from([1, 7, 21]),
 )
-def test_it_is_its_definition_within_the_bound_that_it_states(keys, query, levels, scale, multiplier, spread):
-    codes, v, exponents = zip(*keys)
-    exponents = [e % (spread + 1) for e in exponents]  # 8 keys of 2^21 weigh 2^24 times the lightest
-    levels = [[x << scale for x in row] for row in levels]
-    factor = Fraction(multiplier[0], 2 ** multiplier[1])
-    y, _ = exact(query, codes, v, levels, factor, [2**e for e in exponents])
-    column = [[x] for x in v]
-    (out,) = reference.integer_attention([query], list(codes), column, levels, multiplier, exponents)
+def test_it_keeps_its_bound_for_all_levels_and_multipliers(keys, levels, multiplier):
+    codes, v, exponents = zip(*keys, strict=True)  # 8 keys of 2^21 weigh 2^24 times the lightest one
+    y, _ = exact(codes, v, levels, Fraction(multiplier[0], 2 ** multiplier[1]), [2**e for e in exponents])
+    (out,) = reference.integer_attention([0], codes, [[x] for x in v], levels, multiplier, exponents)
     assert abs(out[0] - y) < 0.57
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
-    keys=st.lists(st.tuples(st.integers(0, 255), st.integers(-127, 127)), min_size=1, max_size=8),
-    log_factor=st.floats(-8, 11.9),
+    keys=KEYS,
+    factor=st.floats(-8, 11.9).map(lambda x: 2.0**x),
     ratios=st.lists(st.floats(0.001, 1), min_size=2, max_size=2),
     tops=st.lists(st.floats(0.01, 1), min_size=2, max_size=2),
     differ=st.integers(0, 8),
 )
-def test_it_is_within_a_unit_of_the_affinity_unless_that_is_too_small(keys, log_factor, ratios, tops, differ):
-    codes, v = zip(
-        *((code | (1 << differ) - 1, x) for code, x in keys)
-    )  # the query has no bit: they differ a lot
-    f = torch.tensor([[[t * r**d for d in range(5)] for r, t in zip(ratios, tops)]], dtype=torch.float64)
-    multiplier = integer.integer_multiplier(torch.tensor([2.0**log_factor]))
-    levels, (pair,) = integer.integer_levels(f), multiplier.tolist()
+def test_it_is_within_a_unit_of_affinities_that_are_not_too_small(keys, factor, ratios, tops, differ):
+    codes, v = zip(*((code | (1 << differ) - 1, x) for code, x, _ in keys), strict=True)
+    f = torch.tensor([[[t * r**d for d in range(5)] for r, t in zip(ratios, tops, strict=True)]]).double()
     rows = [[Fraction(x) for x in row] for row in f[0].tolist()]
-    factor = Fraction(2.0**log_factor)
-    y, least = exact(0, codes, v, rows, factor, [1] * len(v))
-    if least >= 2 * factor * sum(map(max, rows)) / 2**22:
-        (out,) = reference.integer_attention([0], list(codes), [[x] for x in v], levels[0].tolist(), pair)
+    y, least = exact(codes, v, rows, Fraction(factor), [1] * len(v))
+    if least >= 2 * Fraction(factor) * sum(map(max, rows)) / 2**22:
+        levels = integer.integer_levels(f)[0].tolist()
+        multiplier = integer.integer_multiplier(torch.tensor([factor]).double())[0].tolist()
+        (out,) = reference.integer_attention([0], codes, [[x] for x in v], levels, multiplier)
         assert abs(out[0] - y) < 1
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(-128, 127), st.booleans()), min_size=1, max_size=40))
 def test_weights_are_powers_of_two_and_only_tiny_ones_are_lost(keys):
-    exponents, seen = zip(*keys)
-    weights = reference.integer_weights(list(exponents), list(seen))
-    real = [Fraction(2) ** e if visible else Fraction(0) for e, visible in keys]
+    weights = reference.integer_weights(*map(list, zip(*keys, strict=True)))
+    real = [Fraction(2) ** e if seen else Fraction(0) for e, seen in keys]
     assert sum(weights) <= 2**24
-    kept = {w / x for w, x in zip(weights, real) if w}
-    assert len(kept) <= 1
-    for w, x in zip(weights, real):
-        assert w or x < sum(real) / 2**24 or x == 0
-    if any(seen) and sum(real) <= 2**24 * min(x for x in real if x):
-        assert all(w for w, x in zip(weights, real) if x)
+    assert len({w / x for w, x in zip(weights, real, strict=True) if w}) <= 1
+    exactly = sum(real) <= 2**24 * min((x for x in real if x), default=0)
+    for w, x in zip(weights, real, strict=True):
+        assert (w > 0) == (x > 0) or (w == 0 and not exactly and x < sum(real) / 2**24)
 
 
 def test_any_strides_and_widths_are_read_alike():
@@ -231,7 +219,8 @@ def test_the_operators_are_proper_ones_and_compile():
 
 
 def test_bad_input_is_refused():
-    q, k, v, levels, multiplier, exponent, mask = given = draw(1, 2, 4, 5, 2, padding=True)
+    given = draw(1, 2, 4, 5, 2, padding=True)
+    q, _, v, levels, multiplier, exponent, mask = given
     many = torch.empty(1, 1, (1 << 24) + 1, 1, dtype=torch.int8, device="meta")
     for at, bad, message in [
         (0, q[0], "codes_q must be"),

@@ -237,12 +237,12 @@ def test_second_gradients_are_refused_not_wrong():
         torch.autograd.grad(first.square().sum(), v)
 
 
+@pytest.mark.skipif(cpu.library() is None, reason="the kernels were not built")
 class TestUseKernels:
     def name_of_kernels(self, x=None, bits=16):
         x = torch.empty(1) if x is None else x
         return kernels_for(x, bits, "forward").__module__.rpartition(".")[2]
 
-    @pytest.mark.skipif(cpu.library() is None, reason="the kernels were not built")
     def test_the_fastest_that_takes_the_call_runs(self):
         assert self.name_of_kernels() == "cpu"
         assert self.name_of_kernels(bits=65) == "eager"
@@ -257,32 +257,23 @@ class TestUseKernels:
             assert self.name_of_kernels() == "eager"
 
     def test_tasks_and_threads_have_their_own(self):
-        default = self.name_of_kernels()
+        default, found = self.name_of_kernels(), []
 
-        async def asks(name, turn, met):
+        async def task(name):
             with use_kernels(name):
-                await turn.wait()
-                met.append((name, self.name_of_kernels()))
+                await asyncio.sleep(0.01)  # the others have begun
+                found.append(self.name_of_kernels())
 
-        async def all_tasks():
-            turn, met = asyncio.Event(), []
-            tasks = [asyncio.create_task(asks(name, turn, met)) for name in ("eager", "cpu", "eager")]
-            await asyncio.sleep(0)
-            met.append((default, self.name_of_kernels()))
-            turn.set()
-            await asyncio.gather(*tasks)
-            return met
+        async def tasks():
+            await asyncio.gather(task("eager"), task("cpu"), task("eager"))
 
-        met = asyncio.run(all_tasks())
-        assert len(met) == 4
-        if cpu.library() is not None:
-            assert all(wanted == found for wanted, found in met)
-        found = []
+        asyncio.run(tasks())
+        assert found == ["eager", "cpu", "eager"]
         with use_kernels("eager"):
             thread = threading.Thread(target=lambda: found.append(self.name_of_kernels()))
             thread.start()
             thread.join()
-        assert found == [default]
+        assert found[3] == default
 
     def test_the_backward_of_a_call_runs_outside_too(self):
         call = make_call(20)
