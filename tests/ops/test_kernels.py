@@ -15,7 +15,7 @@ from ecoformer.ops import cpu
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Then kernels in Triton run on the CPU: `test_triton.py` starts such a process."""
 if INTERPRETED:
-    KERNELS = ["triton-fp32", "triton-bf16", "triton-fp16"]
+    KERNELS = ["triton-fp32", "triton-fp16"]  # the interpreter cuts bf16 off instead of rounding
 else:
     KERNELS = ["eager-fp64", "eager-fp32", "eager-bf16", "cpu-fp32", "cpu-bf16", "cpu-fp32-threads"]
 ORDERS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

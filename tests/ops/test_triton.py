@@ -22,9 +22,9 @@ from ecoformer.ops import triton as kernels
 
 CASES = Path(__file__).with_name("test_kernels.py")
 QUICK = {
-    "fp32": "triton-fp32 and not 600 and not -8] and not million",
-    "stretches": "triton-fp32 and 600-5",
-    "halves": "(triton-bf16 or triton-fp16) and (each_option or whole_numbers or not_hidden)",
+    "options": "triton-fp32 and (each_option or not_hidden)",
+    "sizes": "triton-fp32 and (fp32-7- or 600-5 or whole_numbers or nobody or light)",
+    "halves": "triton-fp16 and (whole_numbers or each_option and (masked or learned))",
 }
 SIXTEEN = {torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 POINTERS = {torch.float32: "*fp32", torch.int64: "*i64", **SIXTEEN}
