@@ -6,7 +6,7 @@ residual sums and everything else that no module stands for are included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
@@ -41,11 +41,6 @@ from ecoformer.running import eval_mode, run_on_meta, without_fast_path
 Row = tuple[str, str, Part, Counts]
 GROUP = 4
 """Bits of a group where an affinity has no groups: the paper's adds up bit by bit, so any cut will do."""
-PLAIN: dict[str, Callable[..., Any]] = {
-    "hash_attention": lambda *given: eager.forward(*with_affinity(given, 3)),
-    "hash_tokens": lambda *given: eager.hash_forward(*given[:5], False),
-}
-"""What our operators are in plain PyTorch; packing codes costs nothing where signs are bits."""
 
 
 @torch.no_grad()
@@ -83,6 +78,14 @@ def exact_rows(model: nn.Module, example: Any) -> tuple[list[Row], list[str]]:
         if counts != Counts()
     ]
     return rows, list(dict.fromkeys(f"{name} ({operator})" for name, operator in counting.uncounted))
+
+
+def _plain(name: str, given: tuple[Any, ...]) -> Any:
+    """One of our operators in plain PyTorch; packing codes costs nothing where signs are bits."""
+    if name == "hash_attention":
+        return eager.forward(*with_affinity(given, 3))
+    x, support, mean, sigma, weight, _ = given
+    return eager.hash_forward(x, support, mean, sigma, weight, packed=False)
 
 
 def _by_definition(layer: HashedAttention) -> bool:
@@ -186,7 +189,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if func.namespace == "ecoformer" and func._opname not in INTEGER_OPERATORS:
             with self._inside():
-                return PLAIN[func._opname](*args, **kwargs)
+                return _plain(func._opname, args)
         if func is torch.ops.aten.scaled_dot_product_attention.default:
             return self.attention(*args, **kwargs)
         if _is_composite(func):

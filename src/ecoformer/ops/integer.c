@@ -63,8 +63,9 @@ INLINE void codes_of(const char *from, long at, long stride, long wide, long n, 
 INLINE void powers(const Call *c, long sample, long head, int top, long at, long n, int32_t *to) {
     const int8_t *e = c->exponent ? c->exponent + sample * c->se[0] + head * c->se[1] + at * c->se[2] : NULL;
     const uint8_t *mask = c->mask ? c->mask + sample * c->sm[0] + at * c->sm[1] : NULL;
+    for (long i = 0; i < n; i++) to[i] = e ? e[i * c->se[2]] : top;
     for (long i = 0; i < n; i++) {
-        int behind = e && e[i * c->se[2]] < top ? top - e[i * c->se[2]] : 0;
+        int behind = to[i] < top ? top - to[i] : 0;
         to[i] = (1 << WEIGHT_BITS) >> (behind < 31 ? behind : 31);
     }
     for (long i = 0; mask && i < n; i++) to[i] = mask[i * c->sm[1]] ? 0 : to[i];
@@ -203,7 +204,8 @@ INLINE void gather(const uint64_t *codes, const int64_t *table, const int32_t *m
                     high += *(const lvec *)(rows[g] + c + odd + W / 2);
                 }
                 low >>= drop, high >>= drop;
-                *(ivec *)(part + odd) = SHUFFLE((ivec)low, (ivec)high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+                *(ivec *)(part + odd) =
+                    SHUFFLE((ivec)low, (ivec)high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
             }
             for (int x = 0; x < PAIRS; x++) {
                 int y = part[x] < -LIMIT ? -LIMIT : part[x] > LIMIT ? LIMIT : part[x];
@@ -249,7 +251,7 @@ INLINE void work(Call *c, int32_t *scratch, SHAPE) {
         if (pass == passes - 1) {
             if (passes == 2) memcpy(table, partial, sizeof(int32_t) * TABLE);
             for (long x = 1; x < c->pieces; x++)
-                for (long i = 0; i < TABLE; i++) table[i] += partial[x * TABLE + i];
+                for (long i = 0; i < ROWS * (LANES + 1); i++) table[i] += partial[x * TABLE + i];
             for (int g = 0; g < groups; g++) {
                 const int32_t *levels = c->levels + (head * groups + g) * (size + 1);
                 long at = (long)g << size, count = ROWS * LANES + at;

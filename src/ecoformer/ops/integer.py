@@ -62,11 +62,11 @@ def integer_attention(
 ) -> Tensor:
     """int8 outputs (B, H, N_q, D) from packed codes and int8 values.
 
-    An output stands for y = m / 2^e * sum_k a_k w_k v_k / sum_k a_k w_k, cut off at ±127: a_k adds up what
-    the levels of all groups say, w_k is 2^exponent. It is within 0.57 of y for all levels and multipliers,
-    however small the levels that a query reads, while all seen keys together weigh at most 2^24 times the
-    lightest one. Beyond that, keys with less than 2^-24 of the weight of all may count nothing.
-    With the affinity f that levels stand for, it is within one unit of y where a query's affinity to each
+    An output stands for y = m / 2^e * sum_k a_k w_k v_k / sum_k a_k w_k, cut off at ±127: a_k adds up the
+    levels of all groups, w_k is 2^exponent. It is within 0.57 of y for all levels and multipliers, however
+    small the levels that a query reads, while all seen keys together weigh at most 2^24 times the lightest
+    one. Beyond that, keys with less than 2^-24 of the weight of all may count nothing.
+    With the affinity f in place of its levels, it is within one unit of y where a query's affinity to each
     seen key is at least G m / 2^e 2^-22 of the largest. A query that sees no key reads zero.
 
     Args:
@@ -93,7 +93,8 @@ def integer_attention(
         if not 0 <= (groups[0] - 1) * size < 8 * codes.element_size():
             raise ValueError(f"codes of {codes.dtype} do not hold the bits of levels {tuple(levels.shape)}")
     given = (codes_q, codes_k, v, levels, multiplier, exponent, key_padding_mask)
-    return torch.ops.ecoformer.integer_attention(*given)
+    out: Tensor = torch.ops.ecoformer.integer_attention(*given)
+    return out
 
 
 def pack_signs(sums: Tensor, least: Tensor, bits: int) -> Tensor:
@@ -110,7 +111,8 @@ def pack_signs(sums: Tensor, least: Tensor, bits: int) -> Tensor:
         )
     _check("sums", sums, sums, (torch.int32,), tuple(sums.shape))
     _check("least", least, sums, (torch.int32,), (sums.shape[1],))
-    return torch.ops.ecoformer.pack_signs(sums, least, bits)
+    codes: Tensor = torch.ops.ecoformer.pack_signs(sums, least, bits)
+    return codes
 
 
 def _check(
