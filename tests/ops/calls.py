@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -117,7 +115,8 @@ def dense(
     """`hash_attention` by the matrix of all pairs' affinities, gradients by autograd."""
     f, size, groups = affinity, affinities.group_size(affinity), affinity.shape[1]
     zq, zk = (picked(unpack_codes(x, bits, f.dtype) if x.ndim == 3 else x, size, groups) for x in (q, k))
-    m = f if f.ndim == 4 else torch.stack([f[..., row] for row in _differing(size)], -2)
+    differ = torch.tensor([[(x ^ y).bit_count() for x in range(1 << size)] for y in range(1 << size)])
+    m = f if f.ndim == 4 else f[..., differ]
     reach = torch.tensor([min(size, bits - j * size) for j in range(groups)]).view(-1, 1)
     reach = torch.arange(1 << size) < 1 << reach  # what the last group cannot reach counts nothing
     m = torch.where(reach.unsqueeze(-1) & reach.unsqueeze(-2), m, 0)
@@ -153,8 +152,3 @@ def picked(y: Tensor, size: int, groups: int) -> Tensor:
     values = torch.arange(1 << size)
     chosen = torch.stack([(2 * (values >> r & 1) - 1).to(y.dtype) * h[..., r, None] for r in range(size)])
     return ((1 + chosen) / 2).prod(0)
-
-
-def _differing(size: int) -> list[list[int]]:
-    values = [list(bits) for bits in product((0, 1), repeat=size)]
-    return [[sum(a != b for a, b in zip(x, y, strict=True)) for y in values] for x in values]

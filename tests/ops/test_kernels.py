@@ -107,11 +107,8 @@ def test_is_the_papers_equation(causal, kernels):
     with use_kernels(name):
         found = hash_attention(call["q"], call["k"], call["v"], affinities.grouped(beta, weight, 16), **rest)
         torch.testing.assert_close(found.double(), grouped, **tolerance)
-        for bias in ("paper", "tight"):
-            f = getattr(affinities, bias)(16)
-            found = hash_attention(call["q"], call["k"], call["v"], f, **rest)
-            truth = reference.hash_attention(*codes, v, mask[:, None], causal, bias)
-            torch.testing.assert_close(found.double(), truth, **tolerance)
+        found = hash_attention(call["q"], call["k"], call["v"], **rest).double()
+    torch.testing.assert_close(found, reference.hash_attention(*codes, v, mask[:, None], causal), **tolerance)
 
 
 @ORDERS
@@ -150,11 +147,6 @@ def test_nobody_seen(kernels):
                 assert not out.any()
                 gradients = torch.autograd.grad(out.sum(), (q, k, v))
                 assert not any(x.any() for x in gradients)
-        first = torch.zeros(1, 9, dtype=torch.bool)
-        first[:, :4] = True
-        out = hash_attention(q, k, v, is_causal=True, key_padding_mask=first)
-        assert not out[:, :, :4].any()
-        assert out[:, :, 4:].any(-1).all()
 
 
 def test_a_query_that_can_read_one_light_key_only(kernels):

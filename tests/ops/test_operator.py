@@ -20,7 +20,6 @@ from ecoformer import affinity as affinities
 from ecoformer import hash_attention, pack_codes, unpack_codes, use_kernels
 from ecoformer.ops import cpu
 from ecoformer.ops.hash_attention import kernels_for
-from ecoformer.ops.hash_tokens import hash_tokens
 
 OPS = torch.ops.ecoformer
 ORDERS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -275,14 +274,6 @@ class TestUseKernels:
             thread.join()
         assert found[3] == default
 
-    def test_the_backward_of_a_call_runs_outside_too(self):
-        call = make_call(20)
-        q, k, v = (call[x].requires_grad_() for x in "qkv")
-        with use_kernels("eager"):
-            out = hash_attention(q, k, v, call["affinity"])
-        first = torch.autograd.grad(out, q, call["grad"])[0]
-        torch.testing.assert_close(first, results(call, "eager")["gradient of q"])
-
 
 @pytest.mark.skipif(cpu.library() is None, reason="the kernels were not built")
 class TestThreadsAndProcesses:
@@ -327,26 +318,3 @@ assert os.waitstatus_to_exitcode(status) == 0
 assert all(torch.equal(x, y) for x, y in zip(both(), expected))
 """
         subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-
-
-def test_memory_that_is_given_is_not_written():
-    for causal in (False, True):
-        call = make_call(20, flags={"weighted", "state", "learned"}, causal=causal)
-        before = {name: x.clone() for name, x in call.items() if isinstance(x, torch.Tensor)}
-        results(call, "cpu")
-        assert all(torch.equal(x.nan_to_num(), call[name].nan_to_num()) for name, x in before.items())
-
-
-def test_hashed_tokens_can_be_read_at_once():
-    """Tokens to outputs, by both operators in one compiled graph."""
-    torch.compiler.reset()
-    x, v = torch.randn(2, 2, 9, 5, requires_grad=True), torch.randn(2, 2, 9, 4)
-    functions = torch.randn(2, 7, 5), torch.rand(2, 7), torch.rand(2) + 1, torch.randn(2, 7, 8)
-
-    def attend(x):
-        y = hash_tokens(x, *functions)
-        return hash_attention(y, y, v)
-
-    found, expected = torch.compile(attend, fullgraph=True, backend="aot_eager")(x), attend(x)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), x) for out in (found, expected)))

@@ -26,8 +26,7 @@ QUICK = {
     "sizes": "triton-fp32 and (fp32-7- or 600-5 or whole_numbers or nobody or light)",
     "halves": "triton-fp16 and (whole_numbers or each_option and (masked or learned))",
 }
-SIXTEEN = {torch.bfloat16: "*bf16", torch.float16: "*fp16"}
-POINTERS = {torch.float32: "*fp32", torch.int64: "*i64", **SIXTEEN}
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
 LAUNCHED = ("scatter", "mix", "read", "pairs", "scan", "matrices", "causal")
 
 
