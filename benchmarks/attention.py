@@ -36,8 +36,10 @@ SHAPES = {
     "cpu": ["1,1,3136,32", "16,1,3136,32", "1,5,196,32", "1,8,49,32", "1,8,16384,64"],
     "cuda": ["256,1,3136,32", "32,1,3136,32", "256,5,196,64", "1,8,65536,64"],
 }
+ERROR_OF_HASHING = 1e-2
+"""Rounding flips the bits of a few tokens, which lie next to a hyperplane."""
 KINDS = ("forward", "backward", "causal", "eco", "integer", "lengths")
-LENGTHS = [(1, 8, 64 << k, 64) for k in range(8)]
+LENGTHS = [(1, 8, 64 << k, 64) for k in range(7)]
 BITS = 16
 ERROR = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 """Largest relative error; rounding may flip a few codes of `eco`."""
@@ -90,7 +92,8 @@ class Problem:
         """Refuse to time what is wrong."""
         for x, y in zip(self.hashed(kernels)(), self.hashed("eager", wide=True)(), strict=True):
             error = float((x.detach().float() - y.detach().float()).norm() / y.detach().float().norm())
-            if not error <= (0 if self.kind == "integer" else ERROR[self.dtype]):
+            bound = {"integer": 0.0, "eco": ERROR_OF_HASHING}.get(self.kind, ERROR[self.dtype])
+            if not error <= bound:
                 raise RuntimeError(f"{self.kind} by {kernels} at {self.shape}: error {error:.1e}")
 
     def _call(self, given: list[Tensor], attend: Callable[..., Tensor], kernels: str | None = None) -> Call:
@@ -183,7 +186,7 @@ def main() -> None:
     figures = {"threads": torch.get_num_threads(), "rows": rows}
     for kind in kinds:
         named = [tuple(map(int, text.split(","))) for text in given or SHAPES[device]]
-        for shape in LENGTHS if kind == "lengths" and not given else named:
+        for shape in LENGTHS if kind == "lengths" else named:
             rows.append(measure(kind, shape, device, options.seconds))
             print(rows[-1], flush=True)
     print("wrote", write_result("operator" if device == "cpu" else "operator_cuda", figures))
