@@ -7,8 +7,8 @@
         --energy --mechanisms softmax explicit performer eco --cases 224,256 224,32 512,32
 
 The defaults are the paper's table: softmax on all tokens (its MSA), Performer and eco at batch 32, in fp32.
-"native" is the model as timm has it, "explicit" forms the N x N matrix. Hashed attention runs by every
-backend that the device has. Weights are random; speed does not depend on them.
+"native" is the model as timm has it, "explicit" forms the N x N matrix. Hashed attention runs in plain
+PyTorch and by the device's kernels. Weights are random; speed does not depend on them.
 
 Times are medians of `torch.utils.benchmark` on a CPU and of `triton.testing` on a GPU. A model is timed after
 its first output was compared with a plain run of the same model, by eager PyTorch in fp32. Writes
@@ -20,17 +20,17 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from attention import explicit, median_ms
+from attention import kernels_of, median_ms
 from record import write_result
 from torch import Tensor, nn
 
-from ecoformer import convert
+from ecoformer import convert, use_kernels
 from ecoformer.attention import SoftmaxAttention
-from ecoformer.backends.choice import available, use_backend
 from ecoformer.hashing import hashers_of
 from ecoformer.third_party import import_timm
 
@@ -39,8 +39,17 @@ ERROR = {False: 1e-2, True: 1e-1}
 """Largest relative error of an output, in fp32 and under autocast, including codes that rounding flips."""
 
 
+def explicit(q: Tensor, k: Tensor, v: Tensor, mask: None, is_causal: bool) -> Tensor:
+    """Softmax attention with its N x N matrix in memory."""
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+    out: Tensor = scores.softmax(-1) @ v
+    return out
+
+
 def contestants(model: nn.Module, name: str, device: str, size: int) -> Iterator[tuple[str, nn.Module]]:
-    """The converted model, once for each backend of hashed attention."""
+    """The converted model, with hashed attention once in eager PyTorch and once by kernels."""
     made = copy.deepcopy(model)
     if name != "native":
         mechanism = "softmax" if name == "explicit" else name
@@ -54,7 +63,7 @@ def contestants(model: nn.Module, name: str, device: str, size: int) -> Iterator
     for hasher in hashers.values():
         hasher.fitted.fill_(True)  # no warning: random hash functions take the same time
     usual = {"softmax": "sdpa", "explicit": "N x N matrix"}.get(name, "eager")
-    for backend in available(device) if hashers else [usual]:
+    for backend in ("eager", kernels_of(device)) if hashers else (usual,):
         yield backend, made
 
 
@@ -79,13 +88,13 @@ def measure(
         made = made.train(options.train)
         row: dict[str, Any] = {"mechanism": name, "backend": backend + ", compiled" * options.compile}
         row |= {"resolution": size, "batch": batch, "train": options.train, "autocast": options.amp}
-        hashed = backend if backend in available(options.device) and hashers_of(made) else None
+        hashed = bool(hashers_of(made))
         try:
             torch.compiler.reset()
             call = partial(step, torch.compile(made) if options.compile else made, images, options)
-            with use_backend(hashed):
+            with use_kernels(backend) if hashed else nullcontext():
                 if not options.train:
-                    with torch.no_grad(), use_backend(hashed and "eager"):
+                    with torch.no_grad(), use_kernels("eager"):
                         truth = made(images[:1])
                     error = float((call()[:1].float() - truth).norm() / truth.norm())
                     if not error <= ERROR[options.amp]:

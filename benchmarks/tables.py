@@ -306,101 +306,18 @@ def bitfusion_models() -> Table:
 # Kernels, int8 and deployment
 
 
-def cpu_attention() -> Table:
-    """The CPU kernels against SDPA and eager: milliseconds, and how many times faster."""
-    names, others = ("sdpa", "eager", "cpu"), ("sdpa", "eager")
-    head = [SHAPE, "SDPA, ms", "eager, ms", "CPU backend, ms", "× SDPA", "× eager"]
-    rows = figures_of("cpu_kernels")["attention"]
-    turns = all("in turns" in row for row in rows)  # how an earlier script also measured
-    table = [[*head, "× SDPA, in turns", "× eager, in turns"] if turns else head]
-    for row in rows:
-        cells = [_shape(row["shape"]), *(f"{row['in a row']['median_ms'][name]:.2f}" for name in names)]
-        for how in ("in a row", "in turns") if turns else ("in a row",):
-            cells += [f"{row[how]['ratios'][f'{name} / cpu']:.1f}" for name in others]
-        table.append(cells)
-    return table
-
-
-def cpu_backward() -> Table:
-    """Forward and backward by the CPU kernels against eager."""
-    names = ("eco", "sharp_eco")
-    head = [f"{name}, {who}, ms" for name in names for who in ("eager", "CPU backend")]
-    table = [[SHAPE, *head, *(f"{name}, × eager" for name in names)]]
-    for row in figures_of("cpu_backward")["attention"]:
-        times = [f"{row[name]['median_ms'][who]:.2f}" for name in names for who in ("eager", "cpu")]
-        table.append([_shape(row["shape"]), *times, *(f"{row[name]['eager / cpu']:.1f}" for name in names)])
-    return table
-
-
-def cpu_crossover() -> Table:
-    """From how many tokens on hashed attention is faster than SDPA."""
-    found: dict[str, list[str]] = {}
-    for row in sorted(figures_of("lengths_cpu")["crossover"], key=lambda row: row["backward"]):
-        key = ", ".join(str(row[name]) for name in ("batch", "heads", "channels"))
-        found.setdefault(key, []).append(str(row["tokens"]))
-    head = ["batch, heads, channels", "forward", "forward and backward, eager"]
-    return [head, *([shape, *tokens] for shape, tokens in found.items())]
-
-
-def cpu_integer() -> Table:
-    """The integer kernels against the fp32 kernel: elapsed time on two threads, and CPU time of one."""
-    head = [SHAPE, "fp32", "int8", "int8 with packing", "times as fast", "with packing"]
-    clocks = ("2 threads, elapsed", "1 thread, CPU time")
-    table = [[*head, "times as fast, CPU time", "with packing, CPU time"]]
-    for row in figures_of("cpu_integer")["attention"]:
-        found = [row[clock]["median"] for clock in clocks if clock in row]
-        cells = [f"{ms:.3g}" for ms in found[0]["ms"].values()]
-        cells += [f"{ratio:.1f}" for each in found for ratio in each["ratios"].values()]
-        table.append([", ".join(map(str, row["shape"])), *cells])
-    return table
-
-
-def gpu_times() -> Table:
-    """Attention from tokens to output: CUDA graphs, and in brackets calls from Python."""
-    kernels, names = figures_of("gpu_kernels"), ("triton", "sdpa", "compiled", "eager")
-    bandwidth = kernels["ceilings"]["rows"][0]["copy_tb_per_s"]
-    head = ["B, H, N, D", "", "Triton", "SDPA", "eager, compiled", "eager", "floor", "SDPA / Triton"]
-    table = [[*head, "compiled / Triton"]]
-    for row in kernels["time"]["rows"]:
-        ms, called, floor = row["ms"], row["called_ms"], row["floor_bytes"] / bandwidth / 1e6
-        times = [f"{1e3 * ms[name]:.0f} ({1e3 * called[name]:.0f})" if name in ms else "" for name in names]
-        ratios = [f"{ms[name] / ms['triton']:.1f}" if name in ms else "" for name in ("sdpa", "compiled")]
-        least = f"{floor:.1f}" if floor < 10 else f"{floor:.0f}"
-        table.append([", ".join(map(str, row["shape"])), _passes(row), *times, least, *ratios])
-    return table
-
-
-def gpu_causal() -> Table:
-    """Causal order against causal SDPA."""
-    table = [["B, H, N, D", "", "Triton, causal", "SDPA, causal"]]
-    for row in figures_of("gpu_kernels")["causal"]["rows"]:
-        times = (f"{1e3 * row['ms'][name]:.0f}" for name in ("triton", "sdpa"))
-        table.append([", ".join(map(str, row["shape"])), _passes(row), *times])
-    return table
-
-
-def gpu_affinity() -> Table:
-    """The Triton kernels: groups of bits, and codes from projections, next to the paper's affinity."""
-    head = [SHAPE, "", "paper, µs", "4 groups of 4, µs", "times the paper's"]
-    table = [[*head, "projections, µs", "times the paper's"]]
-    for row in figures_of("gpu_affinity")["time"]:
-        cells = [_shape(row["shape"]), ("causal, " if row["causal"] else "") + _passes(row)]
-        cells.append(f"{row['us']['paper']:.0f}")
-        for kind in ("4x4", "signs"):
-            known = kind in row["us"]
-            cells += [f"{row['us'][kind]:.0f}", f"{row['ratio'][kind]:.2f}"] if known else ["", ""]
-        table.append(cells)
-    return table
-
-
-def gpu_compiled() -> Table:
-    """Compiled models, images a second."""
-    table = [["pixels, batch", *CONTESTANTS.values(), "to SDPA"]]
-    for part, facts in figures_of("gpu_models_compiled").items():
-        here = _by_contestant(facts["rows"])
-        cells = ["not run" if key not in here else _speed(here[key]) for key in CONTESTANTS]
-        table.append([part, *cells, f"{here['eco', 'triton']['ratio_to_sdpa']:.2f}"])
-    return table
+def operator_cpu() -> Table:
+    """Milliseconds by the CPU kernels; in brackets, how many times as fast as SDPA and as plain PyTorch."""
+    names = {"forward": "forward", "backward": "forward and backward", "causal": "causal"}
+    names |= {"eco": "`eco`, hashing included", "integer": "int8"}
+    found: dict[str, dict[str, str]] = {}
+    for row in figures_of("operator")["rows"]:
+        ms = row["ms"]
+        numbers = (ms["kernels"], ms["sdpa"] / ms["kernels"], ms["eager"] / ms["kernels"])
+        cell = "{} ({}, {})".format(*(f"{x:.0f}" if x >= 100 else f"{x:.3g}" for x in numbers))
+        found.setdefault(_shape(row["shape"]), {})[row["kind"]] = cell
+    rows = [[shape, *(cells[kind] for kind in names)] for shape, cells in found.items() if "forward" in cells]
+    return [[SHAPE, *names.values()], *rows]
 
 
 def gpu_energy() -> Table:
@@ -478,12 +395,6 @@ def _by_contestant(rows: list[Row]) -> dict[tuple[str, str], Row]:
     return {(row["mechanism"], row["backend"].removesuffix(", compiled")): row for row in rows}
 
 
-def _speed(row: Row) -> str:
-    if row.get("images_per_s"):
-        return f"{row['images_per_s']:.0f}"
-    return "out of memory" if "memory" in str(row.get("failure")) else "withdrawn"
-
-
 def _printed(table: str) -> dict[str, dict[str, str]]:
     """Rows of one of the paper's tables by our names of the mechanisms."""
     rows = [row for row in printed_rows(table) if row.get("model", "pvt_v2_b0") == "pvt_v2_b0"]
@@ -513,10 +424,6 @@ def _shape(sizes: Iterable[int]) -> str:
     return ", ".join(f"{size:,}" for size in sizes)
 
 
-def _passes(row: Row) -> str:
-    return "forward and backward" if row["backward"] else "forward"
-
-
 def _percent(share: float, digits: int = 2) -> str:
     return f"{100 * share:.{digits}f} %"
 
@@ -539,17 +446,11 @@ def draw(path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    timed: dict[str, dict[int, float]] = {}
-    names = {"softmax, sdpa": "softmax (SDPA)", "performer, eager": "performer"}
-    names |= {
-        "linformer, eager": "linformer",
-        "eco, eager": "eco, plain PyTorch",
-        "eco, cpu": "eco, CPU kernels",
-    }
-    for row in figures_of("lengths_cpu")["lengths"]:
-        timed.setdefault(f"{row['mechanism']}, {row['backend']}", {})[row["shape"][2]] = row["median_ms"]
+    names = {"sdpa": "softmax (SDPA)", "eager": "hashed, plain PyTorch", "kernels": "hashed, CPU kernels"}
+    measured = figures_of("operator")
+    timed = {row["shape"][2]: row["ms"] for row in measured["rows"] if row["kind"] == "lengths"}
     rows = [row for row in figures_of("gains") if row["model"] == "PVTv2-B0"]
-    sizes, lengths = [row["size"] for row in rows], sorted(timed["eco, cpu"])
+    sizes, lengths = [row["size"] for row in rows], sorted(timed)
     with rc_context({"svg.hashsalt": "ecoformer", "font.size": 10}):
         figure = Figure(figsize=(9.6, 3.9), layout="constrained")
         left, right = figure.subplots(1, 2)
@@ -562,11 +463,12 @@ def draw(path: Path) -> None:
             left.annotate(name, (sizes[-1], joules[-1]), (6, up), textcoords="offset points", color=colour)
         left.set(title="Energy of an image, PVTv2-B0, mJ", xlabel="pixels a side", xlim=(205, 1750))
         left.set_xticks(sizes, list(map(str, sizes)))
-        for (key, label), colour in zip(names.items(), [COLOURS[i] for i in (1, 5, 4, 2, 6)], strict=True):
-            ms = [timed[key][tokens] for tokens in lengths]
+        for (key, label), colour in zip(names.items(), [COLOURS[i] for i in (1, 2, 6)], strict=True):
+            ms = [timed[tokens][key] for tokens in lengths]
             right.plot(lengths, ms, marker="o", markersize=4, color=colour)
             right.annotate(label, (lengths[-1], ms[-1]), (6, -3), textcoords="offset points", color=colour)
-        right.set(title="Attention on two CPU threads, 8 heads, ms", xlabel="tokens", xlim=(50, 90_000))
+        title = f"Attention of 8 heads, {measured['threads']} CPU threads, ms"
+        right.set(title=title, xlabel="tokens", xlim=(50, 300_000))
         right.set_xticks(lengths[::2], [f"{n:,}" for n in lengths[::2]])
         for axes in (left, right):
             axes.minorticks_off()
@@ -594,17 +496,10 @@ TABLES: dict[str, Callable[[], Table]] = {
     "bitfusion_table": bitfusion_table,
     "bitfusion_models": bitfusion_models,
     "deployment_latency": deployment_latency,
-    "cpu_attention": cpu_attention,
-    "cpu_backward": cpu_backward,
-    "cpu_crossover": cpu_crossover,
-    "gpu_times": gpu_times,
-    "gpu_causal": gpu_causal,
-    "gpu_affinity": gpu_affinity,
-    "gpu_compiled": gpu_compiled,
+    "operator_cpu": operator_cpu,
     "gpu_energy": gpu_energy,
     "int8_mosaic": partial(int8_accuracies, "int8_mosaic"),
     "int8_cifar100": partial(int8_accuracies, "int8_cifar100"),
-    "cpu_integer": cpu_integer,
     "deployment_int8": deployment_int8,
     "cifar100": cifar100,
     "cifar100_finetuned": cifar100_finetuned,

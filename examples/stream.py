@@ -15,7 +15,7 @@ class StreamingLayer:
 
     def __init__(self, layer: ecoformer.Attention) -> None:
         self.layer = layer
-        self.state = ecoformer.HashAttentionState(affinity=layer.affinity())
+        self.state: torch.Tensor | None = None  # (B, H, G 2^s, D + 1), sums over the keys seen so far
 
     @torch.inference_mode()
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -23,7 +23,9 @@ class StreamingLayer:
         layer = self.layer
         q, k = layer.qk(x).chunk(2, dim=-1)  # projections whose signs are the codes
         q, k, v = (part.unflatten(-1, (layer.num_heads, -1)).transpose(1, 2) for part in (q, k, layer.v(x)))
-        out = self.state.update(layer.hasher(q), layer.hasher(k), v, key_weight=layer.key_weights(x))
+        affinity, weight = layer.affinity(q.shape[-1]), layer.key_weights(x)
+        options = {"key_weight": weight, "is_causal": True, "state": self.state, "return_state": True}
+        out, self.state = ecoformer.hash_attention(q, k, v, affinity, **options)
         return layer.proj(out.transpose(1, 2).flatten(2))
 
 
@@ -38,7 +40,7 @@ def main(tokens: int = 2000) -> dict[str, float]:
     with torch.inference_mode():
         expected = layer(x, is_causal=True)
     return {
-        "numbers that the state holds": stream.state.numbers_per_head() * layer.num_heads,
+        "numbers that the state holds": stream.state.numel(),
         "numbers that softmax would keep": 2 * tokens * 64,
         "largest difference": (torch.cat(parts, dim=1) - expected).abs().max().item(),
     }

@@ -10,39 +10,47 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ecoformer import hash_attention, pack_codes
+from ecoformer import affinity, hash_attention, pack_codes
 
-WORLD, N, BITS, DIM = 2, 70, 16, 5
+WORLD, N, BITS, DIM = 2, 70, 14, 5
 CASES = {
-    f"{'causal' if is_causal else 'full'}-{bias}-{'masked' if masked else 'bare'}-{cut}": (
-        {"is_causal": is_causal, "bias": bias},
-        masked,
-        cut,
-    )
+    f"{'causal' if is_causal else 'full'}-{kind}-{cut}": (is_causal, kind, cut)
     # The first rank has most tokens, few or all of them.
-    for is_causal, bias, masked, cut in product([False, True], ["paper", "tight"], [False, True], [65, 3, N])
+    for is_causal, kind, cut in product([False, True], ["plain", "masked", "state"], [65, 3, N])
 }
+SPLIT = ("out", "packed", "q", "k", "v", "key_weight")
+SUMMED = ("affinity", "state")
+"""Gradients of what all ranks hold: each has its part."""
 
 
-def whole_sequence(masked):
+def whole_sequence(kind):
     generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randint(0, 2, (2, 3, N, BITS), generator=generator).mul(2).sub(1).double() for _ in "qk")
-    v, weight = (torch.randn(2, 3, N, DIM, generator=generator, dtype=torch.float64) for _ in "vw")
-    mask = torch.rand(2, N, generator=generator) < 0.4 if masked else None
-    if masked:
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    q, k, v, grad = draw(2, 3, N, BITS), draw(2, 3, N, BITS), draw(2, 3, N, DIM), draw(2, 3, N, DIM)
+    weight, mask, state = draw(2, 3, N).exp(), torch.zeros(2, N, dtype=torch.bool), None
+    f = affinity.grouped(
+        torch.rand(3, 4, generator=generator), 0.5 + torch.rand(3, 4, generator=generator), BITS
+    ).double()
+    if kind == "masked":
+        mask = torch.rand(2, N, generator=generator) < 0.4
         mask[0] = True
         mask[1, :10] = True
-    return q, k, v, weight, mask
+    if kind == "state":
+        _, state = hash_attention(q, k, draw(2, 3, N, DIM), f, return_state=True)
+    return [q, k, v, weight, mask, grad], f, state
 
 
-def outputs_and_gradients(q, k, v, weight, mask, process_group=None, **options):
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = hash_attention(*leaves, key_padding_mask=mask, process_group=process_group, **options)
-    gradients = torch.autograd.grad((out * weight).sum(), leaves)
-    packed = hash_attention(
-        pack_codes(q), pack_codes(k), v, key_padding_mask=mask, process_group=process_group, **options
-    )
-    return [out.detach(), packed, *gradients]
+def outputs_and_gradients(part, f, state, is_causal, process_group=None):
+    q, k, v, weight, mask, grad = part
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, weight, f, *([] if state is None else [state]))]
+    options = {"key_padding_mask": mask, "is_causal": is_causal, "process_group": process_group}
+    to_read = {"key_weight": leaves[3], "state": None if state is None else leaves[5]}
+    out, after = hash_attention(*leaves[:3], leaves[4], **to_read, return_state=True, **options)
+    gradients = torch.autograd.grad((out * grad).sum(), leaves)
+    codes = pack_codes(q), pack_codes(k)
+    packed = hash_attention(*codes, v, f, key_weight=weight, state=state, bits=BITS, **options)
+    results = dict(zip((*SPLIT, *SUMMED), (out.detach(), packed, *gradients), strict=False))
+    return results | {"after": after.detach()}
 
 
 def worker(rank, folder):
@@ -57,20 +65,18 @@ def worker(rank, folder):
         return all_reduce(tensor, *args, **kwargs)
 
     results = {}
-    for name, (options, masked, cut) in CASES.items():
+    for name, (is_causal, kind, cut) in CASES.items():
         mine = slice(0, cut) if rank == 0 else slice(cut, N)
-        *tensors, mask = whole_sequence(masked)
-        part = [x[:, :, mine] for x in tensors]
-        results[name] = outputs_and_gradients(
-            *part, None if mask is None else mask[:, mine], group, **options
-        )
+        tensors, f, state = whole_sequence(kind)
+        part = [x[:, mine] if x.dtype == torch.bool else x[:, :, mine] for x in tensors]
+        results[name] = outputs_and_gradients(part, f, state, is_causal, group)
 
-    q, k, v, _, _ = whole_sequence(False)
+    (q, k, v, *_), f, _ = whole_sequence("plain")
     queries, keys = (slice(0, 4), slice(0, 60)) if rank == 0 else (slice(4, 5), slice(60, N))
-    results["cross"] = hash_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], process_group=group)
+    results["cross"] = hash_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], f, process_group=group)
     dist.all_reduce = counted
     for is_causal in (False, True):
-        hash_attention(q, k, v, is_causal=is_causal, process_group=group)
+        hash_attention(q, k, v, f, is_causal=is_causal, process_group=group)
     results["messages"] = sizes
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -85,22 +91,26 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_split_tokens_give_the_single_process_result(name, ranks):
-    options, masked, _ = CASES[name]
-    expected = outputs_and_gradients(*whole_sequence(masked), **options)
-    for what, whole, *parts in zip(
-        ("out", "packed", "codes_q", "codes_k", "v"), expected, *(r[name] for r in ranks), strict=True
-    ):
-        torch.testing.assert_close(torch.cat(parts, dim=2), whole, rtol=1e-10, atol=1e-12, msg=what)
-    assert masked == bool(expected[0][0].eq(0).all())
+    is_causal, kind, _ = CASES[name]
+    expected = outputs_and_gradients(*whole_sequence(kind), is_causal)
+    found = [rank[name] for rank in ranks]
+    for what, whole in expected.items():
+        parts = [x[what] for x in found]
+        joined = torch.cat(parts, dim=2) if what in SPLIT else parts[0] + parts[1]
+        if what == "after":
+            assert torch.equal(*parts)
+            joined = parts[0]
+        torch.testing.assert_close(joined, whole, rtol=1e-10, atol=1e-12, msg=what)
+    assert (kind == "masked") == bool(expected["out"][0].eq(0).all())
 
 
 def test_cross_attention_over_split_keys(ranks):
-    q, k, v, _, _ = whole_sequence(False)
-    expected = hash_attention(q[:, :, :5], k, v)
+    (q, k, v, *_), f, _ = whole_sequence("plain")
+    expected = hash_attention(q[:, :, :5], k, v, f)
     torch.testing.assert_close(torch.cat([r["cross"] for r in ranks], dim=2), expected)
 
 
 def test_one_small_message_whatever_the_number_of_tokens(ranks):
-    state = 2 * 3 * (BITS + 1) * (DIM + 1)
+    rows = 2 * 3 * 4 * 16 * (DIM + 1)
     for rank in ranks:
-        assert rank["messages"] == [state, WORLD * state]
+        assert rank["messages"] == [WORLD * rows] * 2

@@ -1,7 +1,6 @@
 """Energy-saving attention with linear complexity for PyTorch."""
 
 from ecoformer.accounting import Ledger, Plan, cost, plan
-from ecoformer.affinity import Affinity
 from ecoformer.attention import (
     Attention,
     EcoAttention,
@@ -9,7 +8,6 @@ from ecoformer.attention import (
     list_attentions,
     register_attention,
 )
-from ecoformer.backends.choice import use_backend
 from ecoformer.checkpoints import CheckpointError, load, load_official, save
 from ecoformer.conversion import (
     Conversion,
@@ -22,7 +20,6 @@ from ecoformer.conversion import (
     transfer,
 )
 from ecoformer.export import OnnxExport, export_onnx
-from ecoformer.functional import eco_attention, hash_attention, pack_codes, sign_ste, unpack_codes
 from ecoformer.hashing import (
     FitOptions,
     Hasher,
@@ -35,20 +32,19 @@ from ecoformer.hashing import (
     fitting,
     hashers_of,
 )
+from ecoformer.ops.eager import pack_codes, unpack_codes
+from ecoformer.ops.hash_attention import hash_attention, use_kernels
 from ecoformer.quantization import Quantization, quantize
-from ecoformer.streaming import HashAttentionState
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Affinity",
     "Attention",
     "CheckpointError",
     "Conversion",
     "Distillation",
     "EcoAttention",
     "FitOptions",
-    "HashAttentionState",
     "Hasher",
     "KernelHasher",
     "KlshHasher",
@@ -65,7 +61,6 @@ __all__ = [
     "cost",
     "create_attention",
     "distill",
-    "eco_attention",
     "export_onnx",
     "fit_hashers",
     "fitting",
@@ -80,8 +75,7 @@ __all__ = [
     "register_attention",
     "register_conversion",
     "save",
-    "sign_ste",
     "transfer",
     "unpack_codes",
-    "use_backend",
+    "use_kernels",
 ]

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from ecoformer.arguments import one_line
 from ecoformer.files import replacing
+from ecoformer.ops.exported import decompositions
 from ecoformer.quantization import integer_layers
 from ecoformer.quantization.layers import HasGrids
 from ecoformer.running import NOT_TAKEN, eval_mode, not_taken
@@ -219,11 +221,18 @@ def _program(
     def export(sizes: bool) -> Any:
         shapes = {name: {0: "batch"} | (_AXES.get(x.ndim, {}) if sizes else {}) for name, x in inputs.items()}
         positional = _positional(model, inputs)
-        program: Any = torch.onnx.export(
+        sizes_by_name = tuple(shapes.values()) if positional else shapes
+        open_sizes = tree_map_only(str, lambda _: torch.export.Dim.DYNAMIC, sizes_by_name)
+        recorded = torch.export.export(
             model,
             tuple(inputs.values()) if positional else (),
-            kwargs=None if positional else dict(inputs),
-            dynamic_shapes=tuple(shapes.values()) if positional else shapes,
+            {} if positional else dict(inputs),
+            dynamic_shapes=open_sizes,
+            strict=False,
+        )
+        program: Any = torch.onnx.export(
+            recorded.run_decompositions(decompositions()),
+            dynamic_shapes=sizes_by_name,
             input_names=list(inputs),
             output_names=list(outputs),
             opset_version=opset,

@@ -161,99 +161,71 @@ def bit_score(bit: Tensor, residual_matrix: Tensor) -> Tensor:
     return (bit.unsqueeze(-2) @ residual_matrix @ bit.unsqueeze(-1)).squeeze(-1, -2)
 
 
-LEVEL_BITS = 24
-"""The largest level of an integer affinity is 2^24."""
+def integer_weights(exponents: list[int], seen: list[bool]) -> list[int]:
+    """2^e of every key in whole numbers that add up to at most 2^24, 0 where a key is padding.
 
-
-def integer_levels(scale: list[float], ratio: list[float], size: int) -> list[list[int]]:
-    """What a group of `size` bits counts where d of them differ, for all groups and d, as whole numbers."""
-    top = max(scale)
-    return [
-        [round(2**LEVEL_BITS * s / top * r**d) for d in range(size + 1)]
-        for s, r in zip(scale, ratio, strict=True)
-    ]
-
-
-def integer_key_weights(exponents: list[int], seen: list[bool]) -> list[int]:
-    """2^e of every key as a whole number, relative to the heaviest key that is seen; below 1 it is 0.
-
-    The range of shifts shrinks with the number of keys, so that sums over int8 values fit in 32 bits.
+    They have the ratios of 2^e while the seen keys together weigh at most 2^24 times the lightest one.
     """
-    reach = LEVEL_BITS - (len(exponents) - 1).bit_length()
     top = max((e for e, visible in zip(exponents, seen, strict=True) if visible), default=0)
-    shifts = [reach - (top - e) for e in exponents]
-    return [1 << shift if visible and shift >= 0 else 0 for shift, visible in zip(shifts, seen, strict=True)]
+    powers = [(1 << 24) >> (top - e) if visible else 0 for e, visible in zip(exponents, seen, strict=True)]
+    excess = max(0, (sum(powers) - 1).bit_length() - 24)
+    return [power >> excess for power in powers]
 
 
 def integer_attention(
-    codes_q: list[list[int]],
-    codes_k: list[list[int]],
+    codes_q: list[int],
+    codes_k: list[int],
     v: list[list[int]],
     levels: list[list[int]],
     multiplier: tuple[int, int],
     exponents: list[int] | None = None,
     seen: list[bool] | None = None,
 ) -> list[list[int]]:
-    """One head of grouped attention in whole numbers: codes of 0 and 1, int8 values, int8 outputs.
+    """One head of hashed attention in whole numbers: packed codes, int8 values, int8 outputs.
 
     Args:
-        codes_q: bits of every query.
-        codes_k: bits of every key.
+        codes_q: of every query.
+        codes_k: of every key.
         v: a value for every key, numbers from -127 to 127.
-        levels: `integer_levels`, a row for each group.
-        multiplier: (m, e) scales outputs by m / 2^e, 2^14 <= m < 2^15 and 0 <= e <= 22.
+        levels: what a group counts where d of its bits differ, a row for each group.
+        multiplier: (m, e) scales outputs by m / 2^e, 2^14 <= m < 2^15 and 3 <= e <= 22.
         exponents: keys count 2^e; all count 1 if absent.
         seen: False where a key is padding.
     """
-    groups, size, channels = len(levels), len(levels[0]) - 1, range(len(v[0]))
-    seen = [True] * len(v) if seen is None else seen
-    weights = (
-        [int(visible) for visible in seen] if exponents is None else integer_key_weights(exponents, seen)
-    )
-
-    def part(code: list[int], group: int) -> list[int]:
-        return code[group * size : (group + 1) * size]
-
-    def affinity(group: int, value: list[int], key: int) -> int:
-        other = part(codes_k[key], group)
-        return weights[key] * levels[group][sum(a != b for a, b in zip(value, other, strict=True))]
-
-    # What each value of each group reads: numerators for all channels, and a denominator.
-    values = [[number >> r & 1 for r in range(size)] for number in range(1 << size)]
-    keys = range(len(v))
-    above = [
-        [[sum(affinity(j, value, t) * v[t][c] for t in keys) for c in channels] for value in values]
-        for j in range(groups)
-    ]
-    below = [[sum(affinity(j, value, t) for t in keys) for value in values] for j in range(groups)]
-    # Numerators keep 31 bits, sign included, also when those of all groups are added.
-    peak = max(abs(number) for table in above for row in table for number in row)
-    narrow = max(0, peak.bit_length() + (groups - 1).bit_length() - 30)
-    above = [[[shifted(number, narrow) for number in row] for row in table] for table in above]
+    size, seen = len(levels[0]) - 1, [True] * len(v) if seen is None else seen
+    weights = [int(s) for s in seen] if exponents is None else integer_weights(exponents, seen)
     out = []
-    for code in codes_q:
-        read = [values.index(part(code, j)) for j in range(groups)]
-        top = [sum(above[j][read[j]][c] for j in range(groups)) for c in channels]
-        bottom = sum(below[j][read[j]] for j in range(groups))
-        out.append([integer_division(number, bottom, narrow, multiplier) for number in top])
+    for query in codes_q:
+        counts = [
+            weight
+            * sum(
+                row[((query ^ key) >> j * size & (1 << size) - 1).bit_count()] for j, row in enumerate(levels)
+            )
+            for key, weight in zip(codes_k, weights, strict=True)
+        ]
+        tops = [
+            sum(count * value for count, value in zip(counts, channel, strict=True))
+            for channel in zip(*v, strict=True)
+        ]
+        out.append([integer_division(top, sum(counts), multiplier) for top in tops])
     return out
 
 
-def shifted(number: int, by: int) -> int:
-    """number / 2^by, rounded to the nearest, halves upwards."""
-    return (number + (1 << by >> 1)) >> by
+def integer_division(top: int, bottom: int, multiplier: tuple[int, int]) -> int:
+    """x = top / bottom * m / 2^e in int8, cut off at ±127, less than 0.57 off, by one reciprocal a query.
 
-
-def integer_division(top: int, bottom: int, narrow: int, multiplier: tuple[int, int]) -> int:
-    """top * 2^narrow / bottom * multiplier in int8: one reciprocal for all channels of a query.
-
-    A denominator below 2^narrow would read rounding errors only, so it counts as 2^narrow. Products fit in 32
-    bits: `part` has at most 16 bits, and fewer where `reciprocal` has more.
+    The mantissa, at least 2^14, loses less than 2^-14 of `bottom`. The reciprocal m 2^12 / mantissa, from
+    2^11 to 2^13, loses less than 2^-11. `part` loses less than 1, and 2^22 / reciprocal > 2^9 of it make a
+    unit. So what is rounded is less than 127 * 2^-11 + 2^-9 < 0.065 off up to 127. `part` is cut off only
+    beyond 127: its limit is 127.5 units of 2^11. Before, it is below 2^29; products, with what is added to
+    round, are below 2^31.
     """
     factor, exponent = multiplier
-    bottom = max(bottom, 1 << narrow)
+    bottom = max(bottom, 1)
     length = bottom.bit_length()
-    drop, short = max(0, length - narrow - 8), max(0, length - 24)
-    reciprocal = (factor << (narrow + drop + 8 - short)) // (bottom >> short)
-    part = shifted(top, drop)
-    return min(max(shifted(part * reciprocal, exponent + 8), -127), 127)
+    mantissa = (bottom << 15) >> length
+    reciprocal = (factor << 12) // mantissa
+    drop = max(0, length + exponent - 25)
+    part = min(max(top >> drop, -255 << 10), 255 << 10)
+    shift = length + exponent - 3 - drop
+    return min(max((part * reciprocal + (1 << shift >> 1)) >> shift, -127), 127)

@@ -165,7 +165,7 @@ class Overridden(ecoformer.EcoAttention):
 def test_what_a_subclass_computes_is_counted_step_by_step() -> None:
     found = own(Overridden(24, 3), (2, 50, 24))
     assert found.mul > own(ecoformer.EcoAttention(24, 3), (2, 50, 24)).mul + 2 * 50 * 24
-    assert found.lookup == 0
+    assert found.lookup < own(ecoformer.EcoAttention(24, 3), (2, 50, 24)).lookup
 
 
 @pytest.mark.parametrize("name", ["eco", "klsh_eco", "lsh_eco", "sharp_eco", "bi_eco", "performer", "fp_eco"])

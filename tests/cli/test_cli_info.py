@@ -11,6 +11,7 @@ import torch
 
 import ecoformer
 import ecoformer.models
+from ecoformer.ops import cpu, eager
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -59,24 +60,19 @@ def fitted(model):
 class TestTheMachine:
     def test_json(self, info):
         facts = info()
-        assert set(facts) == {"versions", "backends", "mechanisms"}
+        assert set(facts) == {"versions", "kernels", "mechanisms"}
         assert facts["mechanisms"] == ecoformer.list_attentions()
         assert facts["versions"]["ecoformer"] == ecoformer.__version__
         assert facts["versions"]["torch"] == torch.__version__
 
-    def test_which_backend_runs_and_why(self, info, monkeypatch, backend_variable):
-        choice = sys.modules["ecoformer.cli.info"]
-        monkeypatch.setattr(choice, "why_not_on", lambda name, device: None)
-        monkeypatch.setattr(choice, "available", lambda device: ["cpu", "eager"])
-        shown = info()["backends"]
-        assert (shown["cpu"], shown["for cpu"]) == ("can run on cpu", "cpu")
-        backend_variable("triton")
-        assert info()["backends"]["for cpu"] == "eager (ECOFORMER_BACKEND=triton)"
-        backend_variable(None)
-        monkeypatch.setattr(choice, "why_not_on", lambda name, device: "numba is not installed")
-        monkeypatch.setattr(choice, "available", lambda device: ["eager"])
-        shown = info()["backends"]
-        assert (shown["cpu"], shown["for cpu"]) == ("cannot run: numba is not installed", "eager")
+    def test_which_kernels_run_and_why_not(self, info, monkeypatch):
+        monkeypatch.setattr("ecoformer.ops.cpu.unavailable", lambda device: None)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        shown = info()["kernels"]
+        assert shown["cpu"] == "run on cpu"
+        assert shown["triton"] == "do not run: no CUDA device"
+        monkeypatch.setattr("ecoformer.ops.cpu.unavailable", lambda device: "they were not built")
+        assert info()["kernels"]["cpu"] == "do not run: they were not built"
 
     def test_for_a_person(self, run):
         done = run("info")
@@ -149,36 +145,37 @@ runpy.run_module("ecoformer", run_name="__main__")
 
 
 class TestCheck:
-    """`--check`: fused backends against the reference, on this machine."""
+    """`--check`: kernels against eager in fp64, on this machine."""
 
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch):
-        pytest.importorskip("numba")
         monkeypatch.setattr(sys.modules["ecoformer.cli.info"], "CHECKS", (((1, 2, 40, 16), 9, False),))
 
-    def test_right_backends(self, run):
+    @pytest.mark.skipif(cpu.library() is None, reason="the kernels were not built")
+    def test_right_kernels(self, run):
         done = run("info", "--check", "--json")
         rows = json.loads(done.out)
         assert done.status == 0
-        assert [(row["backend"], row["dtype"]) for row in rows] == [("cpu", "float32"), ("cpu", "bfloat16")]
+        assert [(row["kernels"], row["dtype"]) for row in rows] == [("cpu", "float32"), ("cpu", "bfloat16")]
         assert all(0 < row["error"] < 5e-2 and row["result"] == "right" for row in rows)
         assert "right" in run("info", "--check").out
 
-    def test_a_wrong_backend_ends_with_status_one(self, run, monkeypatch):
-        from ecoformer.backends import cpu
+    def test_wrong_kernels_end_with_status_one(self, run, monkeypatch):
+        def wrong(*given):
+            out, *others = eager.forward(*given)
+            return out * 1.1, *others
 
-        right = cpu.forward
-        monkeypatch.setattr(
-            cpu, "forward", lambda call, keep: (right(call, keep=keep)[0] * 1.1, right(call, keep=keep)[1])
-        )
+        monkeypatch.setattr(cpu, "unavailable", lambda device: None)
+        monkeypatch.setattr(cpu, "forward", wrong)
+        monkeypatch.setattr(cpu, "backward", eager.backward)
         done = run("info", "--check")
         assert done.status == 1
         assert "wrong" in done.out
 
-    def test_a_machine_without_fused_backends(self, run, monkeypatch):
-        monkeypatch.setattr(sys.modules["ecoformer.cli.info"], "available", lambda device: ["eager"])
+    def test_a_machine_without_kernels(self, run, monkeypatch):
+        monkeypatch.setattr(sys.modules["ecoformer.cli.info"], "why_not", lambda name, device: "not built")
         done = run("info", "--check")
-        assert (done.status, done.out[:27]) == (0, "no fused backend can run he")
+        assert (done.status, done.out[:19]) == (0, "no kernels can run ")
 
     def test_it_is_not_about_a_model(self, refused):
         refused("pvt_v2_b0", "--check", words=["--check"])

@@ -76,11 +76,10 @@ def operator(
     is_causal: bool = False,
 ) -> Tensor:
     """Hashed attention from raw numbers: "paper", "tight", or "grouped" by beta and weight (H, G)."""
-    from ecoformer import hash_attention, sign_ste
+    from ecoformer import hash_attention
 
-    codes = [sign_ste(y) for y in (y_q, y_k)]
     options = {"key_weight": key_weight, "key_padding_mask": mask, "is_causal": is_causal}
-    return hash_attention(*codes, v, **_affinity(affinity, size, y_q.shape[-1], beta, weight), **options)
+    return hash_attention(y_q, y_k, v, _affinity(affinity, size, y_q.shape[-1], beta, weight), **options)
 
 
 def stream(
@@ -96,31 +95,31 @@ def stream(
     mask: Tensor | None = None,
 ) -> Tensor:
     """The same in causal order, in three pieces."""
-    from ecoformer import HashAttentionState, sign_ste
+    from ecoformer import hash_attention
 
-    state = HashAttentionState(**_affinity(affinity, size, y_q.shape[-1], beta, weight))
-    pieces = []
+    f, state, pieces = _affinity(affinity, size, y_q.shape[-1], beta, weight), None, []
     for cut in (slice(0, 2), slice(2, 3), slice(3, None)):
-        codes = [sign_ste(y[..., cut, :]) for y in (y_q, y_k)]
         options = {
             "key_weight": None if key_weight is None else key_weight[..., cut],
             "key_padding_mask": None if mask is None else mask[..., cut],
         }
-        pieces.append(state.update(*codes, v[..., cut, :], **options))
+        y = (y_q[..., cut, :], y_k[..., cut, :], v[..., cut, :])
+        out, state = hash_attention(*y, f, **options, is_causal=True, state=state, return_state=True)
+        pieces.append(out)
     return torch.cat(pieces, dim=-2)
 
 
-def _affinity(name: str, size: int, bits: int, beta: Tensor, weight: Tensor) -> dict[str, Any]:
-    from ecoformer import Affinity
+def _affinity(name: str, size: int, bits: int, beta: Tensor, weight: Tensor) -> Tensor:
+    from ecoformer import affinity
 
     if name == "grouped":
-        return {"affinity": Affinity(bits // size, beta, weight)}
-    return {"bias": name}
+        return affinity.grouped(beta, weight, bits, size)
+    return {"paper": affinity.paper, "tight": affinity.tight}[name](bits)
 
 
 def causal_product(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """out_t = sum of (a_t . b_s) c_s over s <= t."""
-    from ecoformer.functional import causal_product
+    from ecoformer.ops.eager import causal_product
 
     return causal_product(a, b, c)
 
@@ -166,11 +165,11 @@ def parts(mechanism: str) -> dict[str, tuple[str, ...]]:
 def codes_of(layer: nn.Module, x: Tensor) -> Tensor:
     """All codes that a layer computes, in one row."""
     found: list[Tensor] = []
-    hook = layer.hasher.register_forward_hook(lambda module, args, out: found.append(out.detach().flatten()))
+    hook = layer.hasher.register_forward_pre_hook(lambda module, args: found.append(module.codes(args[0])))
     with torch.no_grad():
         layer(x)
     hook.remove()
-    return torch.cat(found)
+    return torch.cat([codes.flatten() for codes in found])
 
 
 def fitted(tokens: Tensor, mask: Tensor | None, **options: Any) -> Numbers:
@@ -182,7 +181,7 @@ def fitted(tokens: Tensor, mask: Tensor | None, **options: Any) -> Numbers:
     names = {"support_samples": "support", "mean": "mean", "sigma": "sigma", "weight": "mixing"}
     state = hasher.state_dict()
     learned = {role: state[name].clone() for name, role in names.items()}
-    return learned | {"codes": hasher(tokens).detach()}
+    return learned | {"codes": hasher.codes(tokens)}
 
 
 def released(state: dict[str, Tensor]) -> nn.Module:
@@ -204,11 +203,10 @@ def integer_attention(
 ) -> Tensor:
     """int8 outputs of signs and int8 values; f (H, G, s + 1) counts as `scale` says, keys as 2^exponent."""
     from ecoformer import pack_codes
-    from ecoformer.backends import integer
+    from ecoformer.ops import integer
 
-    codes = [pack_codes(torch.where(y < 0, -1.0, 1.0)) for y in (y_q, y_k)]
-    levels = (f / f.amax(dim=(1, 2), keepdim=True) * 2**24).round().to(torch.int32)
-    return integer.integer_attention(*codes, v, levels, integer.integer_multiplier(scale), exponent)
+    tables = (integer.integer_levels(f), integer.integer_multiplier(scale))
+    return integer.integer_attention(pack_codes(y_q), pack_codes(y_k), v, *tables, exponent)
 
 
 def quantised(model: nn.Module, batches: list[Tensor]) -> nn.Module:

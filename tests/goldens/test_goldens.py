@@ -25,7 +25,7 @@ def test_numbers(case):
     assert found.keys() == frozen.keys()
     for part, tensor in found.items():
         expected, tolerance = frozen[part], TOLERANCE.get(frozen[part].dtype, 0)
-        size = expected.double().abs().amax().item()
+        size = max(expected.double().abs().amax().item(), 1e-3)  # what cancels leaves rounding errors
         found_part = tensor.to(expected.dtype)
         torch.testing.assert_close(
             found_part, expected, rtol=tolerance, atol=tolerance * size, msg=f"{case}/{part} changed"

@@ -38,7 +38,7 @@ every_repetition = pytest.mark.parametrize("tokens", REPEATED.values(), ids=REPE
 
 
 def exact_codes(hasher, tokens):
-    return copy.deepcopy(hasher).double()(tokens.double())
+    return copy.deepcopy(hasher).double().codes(tokens.double())
 
 
 @every_repetition
@@ -46,14 +46,14 @@ def exact_codes(hasher, tokens):
 def test_repeated_tokens(tokens, options):
     hasher = KernelHasher(*tokens.shape[1::2]).fit(tokens, options=options)
     assert hasher.weight.abs().max() < 1e3
-    assert torch.equal(hasher(tokens).double(), exact_codes(hasher, tokens))
+    assert torch.equal(hasher.codes(tokens).double(), exact_codes(hasher, tokens))
     y = hasher.project(tokens)
     torch.testing.assert_close(y.square().mean(dim=(0, 2)), torch.ones(y.shape[1::2]), rtol=1e-3, atol=0)
 
 
 def test_codes_tell_kinds_apart():
     tokens = few_distinct()
-    codes = KernelHasher(1, 32).fit(tokens, options=QUICK)(tokens)
+    codes = KernelHasher(1, 32).fit(tokens, options=QUICK).codes(tokens)
     assert len(codes.flatten(0, 2).unique(dim=0)) == 3
 
 
@@ -72,7 +72,7 @@ def test_tokens_that_are_all_the_same(tokens, make):
         hasher.fit(tokens, options=QUICK)
     assert found[0].filename == __file__
     assert (hasher.weight == 0).all()
-    assert (hasher(tokens) == 1).all()
+    assert (hasher.codes(tokens) == 1).all()
 
 
 def test_padding_does_not_make_tokens_differ():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ecoformer import FitOptions, KernelHasher, KlshHasher, LshHasher, SignHasher, reference
+from ecoformer import FitOptions, KernelHasher, KlshHasher, LshHasher, SignHasher, reference, unpack_codes
 
 HEADS, DIM, BITS, SUPPORT = 2, 6, 8, 5
 QUICK = FitOptions(steps=10, pairs=3)
@@ -34,47 +34,39 @@ def fitted(kind="kernel", seed=0, **kwargs):
     return MAKERS[kind](**kwargs).fit(tokens(), seed=seed, options=QUICK)
 
 
-def by_the_book(hasher, x, sigma):
-    """Eqs. (10) and (11) from the hasher's buffers."""
-    mean = hasher.mean.to(x).unsqueeze(-2)
-    return reference.hash_codes(x, hasher.support_samples.to(x), sigma, mean, hasher.weight.detach().to(x))
-
-
 @every_hasher
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_codes_are_signs_in_the_tokens_dtype(kind, dtype):
+def test_codes_are_signs(kind, dtype):
     hasher, x = fitted(kind), tokens(seed=1, dtype=dtype)
-    codes = hasher(x)
-    assert codes.dtype == dtype
+    codes = hasher.codes(x)
+    assert codes.dtype == torch.promote_types(dtype, torch.float32)
     assert codes.shape == (3, HEADS, 20, hasher.bits)
     assert codes.abs().eq(1).all()
     assert {-1.0, 1.0} == set(codes.float().unique().tolist())
     strided = x.transpose(1, 2).contiguous().transpose(1, 2)
-    assert torch.equal(hasher(strided), codes)
-
-
-@pytest.mark.parametrize("kind", ["kernel", "klsh", "trainable"])
-def test_codes_equal_the_equations(kind):
-    hasher, x = fitted(kind), tokens(seed=1, dtype=torch.float64)
-    assert torch.equal(hasher(x), by_the_book(hasher, x, hasher.sigma.double().view(-1, 1, 1)))
+    assert torch.equal(hasher.codes(strided), codes)
+    read = hasher(x)  # packed where nothing has a gradient, if it is worth it
+    if read.dtype == torch.int64:
+        read = unpack_codes(read, hasher.bits)
+    assert torch.equal(reference.sign(read), codes)
 
 
 @every_hasher
 def test_zero_vector(kind):
     hasher, x = fitted(kind), tokens(seed=1)
     x[0, :, 3] = 0
-    codes = hasher(x.requires_grad_())
-    codes.sum().backward()
-    assert codes.abs().eq(1).all()
+    y = hasher(x.requires_grad_())
+    y.sum().backward()
+    assert y.isfinite().all()
     assert x.grad.isfinite().all()
 
 
 @every_hasher
 def test_nan_stays_where_it_is(kind):
     hasher, x = fitted(kind), tokens(seed=1)
-    clean = hasher(x)
+    clean = hasher.project(x)
     x[1, 0, 4] = torch.nan
-    codes = hasher(x)
+    codes = hasher.project(x)
     assert codes[1, 0, 4].isnan().all()
     reached = torch.zeros(3, HEADS, 20, dtype=torch.bool)
     reached[1, 0, 4] = True
@@ -85,7 +77,7 @@ def test_nan_stays_where_it_is(kind):
 @pytest.mark.parametrize("scale", [2.0**-30, 2.0**30])
 def test_length_does_not_matter(kind, scale):
     hasher, x = fitted(kind), tokens(seed=1)
-    assert torch.equal(hasher(x * scale), hasher(x))
+    assert torch.equal(hasher.codes(x * scale), hasher.codes(x))
 
 
 def through_file(source, target):
@@ -130,21 +122,16 @@ def assert_computes_in_fp32(hasher, exact):
     for name, value in hasher.state_dict().items():
         assert torch.equal(value, exact.state_dict()[name])
         assert value.dtype == (torch.bool if name == "fitted" else torch.float32)
-    assert torch.equal(hasher(x).float(), exact(x.float()))
+    assert torch.equal(hasher(x), exact(x.float()))
 
 
 @every_hasher
 def test_bfloat16_models_hash_in_fp32(kind):
     hasher = fitted(kind)
-    model = nn.Sequential(nn.Linear(2, 2), copy.deepcopy(hasher)).bfloat16()
-    assert model[0].weight.dtype == torch.bfloat16
-    assert_computes_in_fp32(model[1], hasher)
-
-
-@every_hasher
-def test_models_moved_to_bfloat16_hash_in_fp32(kind):
-    hasher = fitted(kind)
-    assert_computes_in_fp32(nn.Sequential(copy.deepcopy(hasher)).to(torch.bfloat16)[0], hasher)
+    for move in (nn.Module.bfloat16, lambda model: model.to(torch.bfloat16)):
+        model = move(nn.Sequential(nn.Linear(2, 2), copy.deepcopy(hasher)))
+        assert model[0].weight.dtype == torch.bfloat16
+        assert_computes_in_fp32(model[1], hasher)
 
 
 @every_hasher
@@ -225,7 +212,7 @@ def test_random_hash_functions_run_and_warn_once(kind):
         codes = hasher(tokens(n=200))
     assert torch.equal(hasher(tokens(n=200)), codes)  # a second warning would be an error
     second(tokens())
-    assert codes.mean(dim=(0, 2)).abs().max() < 1
+    assert hasher.codes(tokens(n=200)).mean(dim=(0, 2)).abs().max() < 1
     with pytest.raises(ValueError, match="NaN"):
         hasher.fit(BROKEN)
     assert not hasher.fitted
@@ -253,3 +240,13 @@ def test_random_projections_have_unit_scale(dim):
     y = KernelHasher(4, dim, 64).project(torch.randn(8, 4, 500, dim))
     assert y.square().mean().sqrt() == pytest.approx(1, abs=0.15)
     assert abs(y.mean()) < 0.1
+
+
+def test_gradients_pass_within_the_reach():
+    """Numbers keep their signs; beyond `reach` times a token's root mean square, `hash_attention` is flat."""
+    hasher, x = SignHasher(HEADS, DIM, reach=0.7), tokens().requires_grad_()
+    y = hasher(x)
+    size = x.detach().square().mean(-1, keepdim=True).sqrt()
+    torch.testing.assert_close(y, x / (0.7 * size))
+    (found,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(found, (1 / (0.7 * size)).expand_as(x))  # the scale counts as a constant

@@ -181,7 +181,7 @@ def test_learned_codes_are_ahead_on_unseen_tokens():
         seen, unseen = manifold(2, seed), manifold(2, seed + 100)
         for name, (maker, kwargs) in makers.items():
             hasher = maker(2, 32, **kwargs).fit(seen, seed=seed)
-            found = reference.objective(hasher(unseen), reference.pairwise_labels(unseen, 10))
+            found = reference.objective(hasher.codes(unseen), reference.pairwise_labels(unseen, 10))
             objectives[name] += found.mean(dim=0).tolist()
     worst = max(objectives.pop("learned"))
     assert {name: min(values) for name, values in objectives.items() if min(values) <= worst} == {}

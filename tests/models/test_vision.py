@@ -210,15 +210,12 @@ def test_torchscript_by_tracing(variant, attention):
     model = small(variant, attention, config={"local": (3, 3)})
     with pytest.raises(RuntimeError, match=r"torch\.jit\.trace"):
         torch.jit.script(model)
-    with pytest.raises(RuntimeError, match=r"trace under torch\.no_grad"):
-        torch.jit.trace(model, images(64, 64))
     file = io.BytesIO()
     with torch.no_grad():
         torch.jit.save(torch.jit.trace(model, images(64, 64)), file)
     file.seek(0)
     loaded, x = torch.jit.load(file), images(96, 64, batch=3)
-    torch.testing.assert_close(loaded(x), model(x))
-    assert not any(node.kind().startswith("ecoformer") for node in loaded.inlined_graph.nodes())
+    torch.testing.assert_close(loaded(x), model(x))  # it needs `import ecoformer`, whose operators it calls
 
 
 def test_known_to_timm():

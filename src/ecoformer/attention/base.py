@@ -21,8 +21,8 @@ from ecoformer.attention.weights import (
     shared_parts,
     unread_parameters,
 )
-from ecoformer.backends.exported import rows
 from ecoformer.operations import Described
+from ecoformer.ops.exported import rows
 
 _LEARNED = ("local", "affinity", "key_weights")
 """Parts of a mechanism that are never drawn at random."""

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from ecoformer.attention.base import Attention
 from ecoformer.attention.registry import register_attention
-from ecoformer.backends.eager import widened, without
 from ecoformer.operations import Operations, Product, mac
+from ecoformer.ops.eager import widened, without
 
 
 @register_attention("combiner")

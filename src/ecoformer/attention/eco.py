@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import Self
 
-from ecoformer.affinity import Affinity, Bias
+from ecoformer import affinity as affinities
 from ecoformer.attention.base import Attention, head_dim_of
 from ecoformer.attention.registry import register_attention
 from ecoformer.attention.weights import Projections, owner_of
-from ecoformer.backends.eager import widened
-from ecoformer.backends.exported import exporting, power_of_two, rows
-from ecoformer.functional import eco_attention
 from ecoformer.hashing import Hasher, KernelHasher, KlshHasher, LshHasher, SignHasher
 from ecoformer.operations import Counts, Operations, Product, mac
+from ecoformer.ops.eager import widened
+from ecoformer.ops.exported import exporting, power_of_two, rows
+from ecoformer.ops.hash_attention import hash_attention
 from ecoformer.randomness import seeded
 
 LARGEST_EXPONENT = 12
@@ -42,11 +42,11 @@ class LearnedAffinity(nn.Module):
         self.beta = nn.Parameter(torch.zeros(num_heads, groups))
         self.weight = nn.Parameter(torch.zeros(num_heads, groups))
 
-    def forward(self) -> Affinity:
-        """The affinity as it is now."""
+    def forward(self, bits: int) -> Tensor:
+        """The affinity as it is now: (H, G, s + 1)."""
         beta, weight = torch.sigmoid(widened(self.beta)), torch.softmax(widened(self.weight), dim=-1)
-        groups = int(beta.shape[1])  # torch.jit.trace makes it a tensor
-        return Affinity(groups, beta.clamp_min(_SMALLEST), weight.clamp_min(_SMALLEST), check=False)
+        beta, weight = beta.clamp_min(_SMALLEST), weight.clamp_min(_SMALLEST)
+        return affinities.grouped(beta, weight, bits, bits // self.beta.shape[1])
 
 
 class KeyWeights(nn.Module):
@@ -78,8 +78,8 @@ class HashedAttention(Attention):
         dim: channels of a token.
         num_heads: heads, each with hash functions of its own.
         hasher: codes of the projected tokens, for `num_heads` heads.
-        bias: "paper" or "tight", see `hash_attention`.
-        groups: cut codes into groups of bits with a learned affinity, see `Affinity` and `LearnedAffinity`.
+        bias: the affinity: "paper" or "tight", see `ecoformer.affinity`.
+        groups: cut codes into groups of bits with a learned affinity, see `LearnedAffinity`.
         separate: project queries and keys separately, so they have different codes. Hash functions that are
             fitted learn from the keys.
         key_weights: learn how much each key counts, see `KeyWeights`.
@@ -95,7 +95,7 @@ class HashedAttention(Attention):
         num_heads: int,
         hasher: Hasher,
         *,
-        bias: Bias = "paper",
+        bias: Literal["paper", "tight"] = "paper",
         groups: int | None = None,
         separate: bool = False,
         key_weights: bool = False,
@@ -106,14 +106,19 @@ class HashedAttention(Attention):
         has_bias = self.qk.bias is not None
         if width != dim:
             self.qk = nn.Linear(dim, width, bias=has_bias)
-        Affinity.of(bias, hasher.bits)  # refuses an unknown bias
+        if bias not in ("paper", "tight"):
+            raise ValueError(f'bias must be "paper" or "tight", got {bias!r}')
         if hasher.num_heads != num_heads:
             raise ValueError(f"hasher is for {hasher.num_heads} heads, but num_heads={num_heads}")
         if groups is not None:
             if bias != "paper":
                 raise ValueError(f"bias={bias!r} and groups={groups} exclude each other: leave one out")
-            Affinity(groups).size(hasher.bits)
-        self.bias: Bias = bias
+            if groups < 1 or hasher.bits % groups or hasher.bits // groups > affinities.LARGEST:
+                raise ValueError(
+                    f"groups={groups} must divide codes of {hasher.bits} bits into groups of 1 to "
+                    f"{affinities.LARGEST} bits"
+                )
+        self.bias = bias
         self.groups, self.separate = groups, separate
         self.hasher = hasher
         self.affinity = None if groups is None else LearnedAffinity(num_heads, groups)
@@ -128,18 +133,25 @@ class HashedAttention(Attention):
         is_causal: bool,
         key_weight: Tensor | None = None,
     ) -> Tensor:
-        """Hash queries and keys and attend, in one fused operator where possible."""
-        return eco_attention(
-            q,
+        """Hash queries and keys and attend."""
+        keys: Tensor = self.hasher(k, key_padding_mask)
+        queries = keys if q is k else self.hasher(q)
+        bits, f = self.hasher.bits, None
+        if self.affinity is not None:
+            f = self.affinity(bits)
+        elif self.bias == "tight":
+            f = affinities.tight(bits, device=v.device)
+        out: Tensor = hash_attention(
+            queries,
+            keys,
             v,
-            self.hasher,
-            k=k,
-            key_padding_mask=key_padding_mask,
+            f,
             key_weight=key_weight,
+            key_padding_mask=key_padding_mask,
             is_causal=is_causal,
-            bias=self.bias,
-            affinity=None if self.affinity is None else self.affinity(),
+            bits=bits,
         )
+        return out
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not self.separate:

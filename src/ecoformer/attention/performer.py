@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ecoformer.attention.base import Attention
 from ecoformer.attention.registry import register_attention
-from ecoformer.backends.eager import accumulator, full_precision, widened, without
-from ecoformer.backends.hashing import unit_length
-from ecoformer.functional import causal_product
 from ecoformer.operations import Counts, Operations, Product
+from ecoformer.ops.eager import accumulator, full_precision, unit_length, widened, without
+from ecoformer.ops.exported import causal_product
 from ecoformer.randomness import seeded
 
 _FLOOR = 1e-4

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from ecoformer.attention.base import Attention
 from ecoformer.attention.registry import register_attention
-from ecoformer.backends.eager import accumulator, full_precision, widened, without
 from ecoformer.operations import Operations, Product, mac
+from ecoformer.ops.eager import accumulator, full_precision, widened, without
 from ecoformer.randomness import seeded
 
 _SELF = -5e4

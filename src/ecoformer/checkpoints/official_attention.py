@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ecoformer.attention import HashedAttention, register_attention
 from ecoformer.attention.base import head_dim_of
-from ecoformer.backends.eager import full_precision, widened
-from ecoformer.backends.hashing import squared_distances, unit_length
 from ecoformer.hashing import KernelHasher
+from ecoformer.ops.eager import full_precision, squared_distances, unit_length, widened
 
 
 class OfficialHasher(KernelHasher):

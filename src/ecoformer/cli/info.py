@@ -1,43 +1,41 @@
-"""`ecoformer info`: installed versions, available backends, and the attention layers of a model."""
+"""`ecoformer info`: installed versions, which kernels run, and the attention layers of a model."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import platform
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor, nn
+from torch import nn
 
-from ecoformer import __version__, reference
+from ecoformer import __version__
 from ecoformer.arguments import one_line
 from ecoformer.attention import list_attentions
-from ecoformer.backends.choice import PREFERRED, VARIABLE, available, default_backend, why_not_on
 from ecoformer.cli.common import MODEL_HELP, AsJson, print_json, print_table, say
 from ecoformer.cli.sources import open_model
 from ecoformer.conversion.layers import Found, find_layers
-from ecoformer.functional import eco_attention
-from ecoformer.hashing import KernelHasher
+from ecoformer.ops.hash_attention import KERNELS, hash_attention, use_kernels
 from ecoformer.quantization import IntegerAttention, integer_layers
 
 CHECKS = (((2, 5, 196, 64), 16, False), ((1, 1, 3136, 32), 16, False), ((2, 2, 700, 96), 8, True))
 """Shape, bits and causal order of the calls that `--check` makes."""
 BOUNDS = {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Largest relative errors."""
-PACKAGES = ("torch", "timm", "torchvision", "transformers", "safetensors", "accelerate", "triton", "numba")
+PACKAGES = ("torch", "timm", "torchvision", "transformers", "safetensors", "accelerate", "triton")
 
 
 def info(
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Compare the fused backends with the reference on this machine.")
+        bool, typer.Option("--check", help="Compare the kernels with plain PyTorch on this machine.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Versions and backends, or the attention layers of MODEL.
+    """Versions and kernels, or the attention layers of MODEL.
 
     Example: `ecoformer info ecoformer_pvt_v2_b0`
     """
@@ -46,7 +44,7 @@ def info(
             raise ValueError("--check tests this machine: leave the model out")
         _check(as_json)
     elif model is None:
-        facts = {"versions": versions(), "backends": backends(), "mechanisms": list_attentions()}
+        facts = {"versions": versions(), "kernels": kernels(), "mechanisms": list_attentions()}
         print_json(facts) if as_json else _show_machine(facts)
     else:
         source = open_model(model)
@@ -55,57 +53,49 @@ def info(
 
 
 def _check(as_json: bool) -> None:
-    """Compare the fused backends with the reference; the exit status is 1 if one is wrong."""
+    """Compare the kernels with eager in fp64; the exit status is 1 if some are wrong."""
     rows = []
-    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        for name in available(device)[:-1]:  # the last is eager
-            for shape, bits, is_causal in CHECKS:
-                for dtype in BOUNDS if device == "cuda" else (torch.float32, torch.bfloat16):
-                    about = {"backend": name, "shape": list(shape), "bits": bits, "causal": is_causal}
-                    try:
-                        error = backend_error(name, torch.device(device), shape, bits, is_causal, dtype)
-                        result = "right" if error <= BOUNDS[dtype] else "wrong"
-                    except Exception as problem:
-                        error, result = None, f"failed: {one_line(problem, 200)}"
-                    facts = {"dtype": str(dtype).removeprefix("torch."), "error": error, "result": result}
-                    rows.append(about | facts)
+    for name in KERNELS[1:]:
+        device = torch.device("cuda" if name == "triton" and torch.cuda.is_available() else "cpu")
+        if why_not(name, device) is not None:
+            continue
+        for shape, bits, is_causal in CHECKS:
+            for dtype in BOUNDS if device.type == "cuda" else (torch.float32, torch.bfloat16):
+                about = {"kernels": name, "shape": list(shape), "bits": bits, "causal": is_causal}
+                try:
+                    error = kernel_error(name, device, shape, bits, is_causal, dtype)
+                    result = "right" if error <= BOUNDS[dtype] else "wrong"
+                except Exception as problem:
+                    error, result = None, f"failed: {one_line(problem, 200)}"
+                facts = {"dtype": str(dtype).removeprefix("torch."), "error": error, "result": result}
+                rows.append(about | facts)
     if as_json:
         print_json(rows)
     elif not rows:
-        typer.echo("no fused backend can run here (`ecoformer info` says why); eager needs no check")
+        typer.echo("no kernels can run here (`ecoformer info` says why); eager needs no check")
     else:
         print_table(list(rows[0]), ({**row, "error": f"{row['error'] or 0:.0e}"} for row in rows), [])
     if any(row["result"] != "right" for row in rows):
         raise typer.Exit(1)
 
 
-def backend_error(
+def kernel_error(
     name: str, device: torch.device, shape: Sequence[int], bits: int, is_causal: bool, dtype: torch.dtype
 ) -> float:
-    """The largest relative error of output and gradients of a backend against the reference in fp64."""
+    """The largest relative error of output and gradients against eager in fp64."""
     torch.manual_seed(0)
-    hasher = KernelHasher(shape[1], shape[3], bits).to(device)
-    hasher.fitted.fill_(True)  # no warning that hash functions are random
-    q, v, weight = (torch.randn(*shape, device=device).to(dtype) for _ in range(3))
-    for _ in range(50):  # no code and no gradient of a code may depend on rounding
-        y = hasher.project(q.float()).abs()
-        close = torch.minimum(y, (y - 1).abs()).amin(dim=-1) < 1e-4
-        q[close] = torch.randn_like(q[close])
+    codes = (*shape[:3], bits)
+    given = [torch.randn(*size, device=device).to(dtype) for size in (codes, codes, shape)]
+    weight = torch.randn(*shape, device=device)
 
-    def results(run: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
-        leaves = q.clone().requires_grad_(), v.clone().requires_grad_()
-        out = run(*leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, weight.to(out.dtype))]
+    def results(kernels: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in given]
+        with use_kernels(kernels):
+            out = hash_attention(*leaves, is_causal=is_causal)
+            return [out.detach(), *torch.autograd.grad(out, leaves, weight.to(dtype))]
 
-    def dense(q: Tensor, v: Tensor) -> Tensor:
-        codes = hasher(q.float()).double()
-        return reference.hash_attention(codes, codes, v.double(), None, is_causal)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # that eager takes the call
-        found = results(lambda q, v: eco_attention(q, v, hasher, is_causal=is_causal, backend=name))
-    pairs = zip(found, results(dense), strict=True)
-    return max(float((ours.double() - truth).norm() / truth.double().norm()) for ours, truth in pairs)
+    pairs = zip(results(name, dtype), results("eager", torch.float64), strict=True)
+    return max(float((ours.double() - truth).norm() / truth.norm()) for ours, truth in pairs)
 
 
 def versions() -> dict[str, str]:
@@ -119,20 +109,21 @@ def versions() -> dict[str, str]:
     return found
 
 
-def backends() -> dict[str, str]:
-    """What each backend needs to run here, and which one is chosen for each device."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
-    found = {"eager": f"PyTorch operators, CPU with {torch.get_num_threads()} threads; GPU: {gpu}"}
-    asked = default_backend()
-    for device, names in PREFERRED.items():
-        here = device != "cuda" or torch.cuda.is_available()
-        for name in names:
-            reason = why_not_on(name, device) if here else gpu
-            found[name] = f"can run on {device}" if reason is None else f"cannot run: {reason}"
-        if here:
-            first = asked if asked in available(device) else "eager" if asked else available(device)[0]
-            found[f"for {device}"] = f"{first} ({VARIABLE}={asked})" if asked else str(first)
+def kernels() -> dict[str, str]:
+    """Which kernels of hashed attention run here, and why not the others."""
+    found = {"eager": f"plain PyTorch, everywhere; {torch.get_num_threads()} CPU threads"}
+    for name, device in (("cpu", "cpu"), ("triton", "cuda")):
+        reason = why_not(name, torch.device(device))
+        found[name] = f"run on {device}" if reason is None else f"do not run: {reason}"
     return found
+
+
+def why_not(name: str, device: torch.device) -> str | None:
+    """Why kernels cannot run on a device."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return "no CUDA device"
+    reason: str | None = importlib.import_module(f"ecoformer.ops.{name}").unavailable(device)
+    return reason
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
@@ -167,7 +158,7 @@ def _layer(found: Found) -> dict[str, Any]:
 
 
 def _show_machine(facts: dict[str, Any]) -> None:
-    rows = facts["versions"] | {f"backend {name}": value for name, value in facts["backends"].items()}
+    rows = facts["versions"] | {f"kernels {name}": value for name, value in facts["kernels"].items()}
     rows["mechanisms"] = ", ".join(facts["mechanisms"])
     print_table(["", " "], ({"": name, " ": value} for name, value in rows.items()), [], show_header=False)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +13,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ecoformer.arguments import shape
-from ecoformer.backends.eager import full_precision
-from ecoformer.backends.hashing import scaled
 from ecoformer.conversion.convert import unwrapped
 from ecoformer.conversion.layers import mechanism_in, weights_of
 from ecoformer.conversion.learning import (
@@ -33,6 +30,7 @@ from ecoformer.conversion.learning import (
 )
 from ecoformer.conversion.rules import Adapter, ImageGrid
 from ecoformer.hashing.fitting import Forward, Group, check_group, run
+from ecoformer.ops.eager import full_precision
 from ecoformer.running import eval_mode, without_fast_path
 
 WINDOW = 0.7
@@ -170,26 +168,6 @@ class _PlanesOnProjections(nn.Module):
         return weight + (self.product() - self.start).to(weight.dtype)
 
 
-class _Narrowed(torch.autograd.Function):
-    """Projections (..., b) as they are; the gradient is zero where they are large, see `WINDOW`."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        ctx.save_for_backward(y)
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return grads[0] * (scaled(y.float()).abs() <= WINDOW)
-
-
-def _narrowed(bits: int, qk: nn.Module, args: Any, out: Tensor) -> Tensor:
-    """A forward hook of `qk`."""
-    found: Tensor = _Narrowed.apply(out.unflatten(-1, (-1, bits)))  # type: ignore[no-untyped-call]
-    return found.flatten(-2)
-
-
 @contextmanager
 def _planes_on_projections(pairs: LayerPairs, ranks: dist.ProcessGroup | None) -> Iterator[None]:
     """In the block, the hyperplanes of `sharp_eco` learn in the space of the originals' queries and keys.
@@ -215,7 +193,8 @@ def _planes_on_projections(pairs: LayerPairs, ranks: dist.ProcessGroup | None) -
                 after.callback(_plain_again, qk)
                 weight = qk.parametrizations.weight.original
                 after.callback(weight.requires_grad_(False).requires_grad_, True)
-                after.callback(qk.register_forward_hook(partial(_narrowed, attention.hasher.bits)).remove)
+                after.callback(setattr, attention.hasher, "reach", attention.hasher.reach)
+                attention.hasher.reach = WINDOW
         yield
 
 

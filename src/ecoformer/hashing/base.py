@@ -13,11 +13,9 @@ from torch.nn import functional as F
 from typing_extensions import Self
 
 from ecoformer.arguments import shape
-from ecoformer.backends.choice import constant
-from ecoformer.backends.eager import full_precision
-from ecoformer.backends.hashing import Functions, sign_ste, transforming
 from ecoformer.hashing.solver import FitOptions
 from ecoformer.operations import Described
+from ecoformer.ops.eager import full_precision, widened
 from ecoformer.randomness import seeded
 
 NOT_FITTED = "hash functions are random, not fitted: ecoformer.fit_hashers(model, batches) learns them"
@@ -26,10 +24,9 @@ NOT_FITTED = "hash functions are random, not fitted: ecoformer.fit_hashers(model
 class Hasher(Described, nn.Module):
     """Hash functions of one attention layer.
 
-    A hasher computes a real number for every bit (`project`) and takes its sign, whose gradient is that of
-    hard tanh (`sign_ste`). Hash functions are random (`draw`) until they are learned (`fit`); a hasher that
-    runs before that warns once. All state is in buffers, `fitted` included, so it is saved, loaded and moved
-    with the module.
+    A hasher computes a real number for every bit (`project`), whose sign is the bit. Hash functions are
+    random (`draw`) until they are learned (`fit`); a hasher that runs before that warns once. All state is in
+    buffers, `fitted` included, so it is saved, loaded and moved with the module.
 
     Args:
         num_heads: heads; each has its own hash functions.
@@ -40,8 +37,6 @@ class Hasher(Described, nn.Module):
     computed_by = "project"
     learns: ClassVar[bool] = True
     fitted: Tensor
-    reach: float | None = None
-    """Width of the gradient's window, see `sign_ste`."""
 
     def __init__(self, num_heads: int, head_dim: int, bits: int = 16) -> None:
         super().__init__()
@@ -75,15 +70,17 @@ class Hasher(Described, nn.Module):
         """Set the buffers from finite tokens (B, H, N, D) in fp32 or fp64, zero where they are padding."""
         raise NotImplementedError
 
-    def functions(self) -> Functions | None:
-        """The hash functions as plain tensors, for backends that compute codes in place of `forward`.
+    def encode(self, tokens: Tensor) -> Tensor:
+        """What `hash_attention` takes: numbers (B, H, N, b), or packed codes where no gradient is wanted."""
+        return self.project(tokens)
 
-        None if no backend may: `forward` has hooks, or backends do not know these functions.
-        """
-        return None
+    def codes(self, tokens: Tensor) -> Tensor:
+        """Codes (B, H, N, b) of ±1 in fp32, or fp64 for fp64."""
+        y = self.project(widened(tokens))
+        return torch.where(y >= 0, 1.0, -1.0).to(y.dtype)
 
     def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Codes (B, H, N, b) of ±1 in the tokens' dtype.
+        """`encode` in fp32, or fp64 for fp64.
 
         `key_padding_mask` (B, N), True for padding, changes no codes: it is there for `fitting`.
         """
@@ -91,8 +88,7 @@ class Hasher(Described, nn.Module):
         self.warn_if_random()
         # Codes depend on the sign of small differences, which half precision would flip.
         with full_precision(tokens.device):
-            y = self.project(_widened(tokens))
-            return sign_ste(y, self.reach).to(tokens.dtype)
+            return self.encode(widened(tokens))
 
     @torch.no_grad()
     def fit(
@@ -114,7 +110,7 @@ class Hasher(Described, nn.Module):
             group: process group whose ranks each hold some of the samples; all learn from all.
         """
         self._check(tokens, key_padding_mask)
-        tokens = _widened(tokens.detach())
+        tokens = widened(tokens.detach())
         valid = None if key_padding_mask is None else ~key_padding_mask
         if group is not None:
             tokens, valid = _gather_tokens(tokens, valid, group)
@@ -162,11 +158,6 @@ class Hasher(Described, nn.Module):
             self.reset_parameters()
         return self
 
-    def _is_plain(self) -> bool:
-        """Whether a call does nothing but take the sign of `project`."""
-        hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
-        return not any(hooks) and type(self).forward is Hasher.forward
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._look_again()
@@ -202,17 +193,12 @@ _unwarned: set[str] = set()
 """The warning that the next random hasher gives, for all hashers that exist by then."""
 
 
-@constant
 def _warn_if_random(fitted: Tensor) -> bool:
     """Warn unless the flag is set; returns whether it could be read."""
-    readable = type(fitted) is Tensor and not fitted.is_meta and not transforming()
+    readable = type(fitted) is Tensor and not fitted.is_meta
     if _unwarned and readable and not bool(fitted):
         warnings.warn(_unwarned.pop(), stacklevel=3)
     return readable
-
-
-def _widened(tokens: Tensor) -> Tensor:
-    return tokens if tokens.dtype == torch.float64 else tokens.float()
 
 
 def wide_dtype() -> torch.dtype:

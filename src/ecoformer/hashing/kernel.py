@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ecoformer.arguments import shape
-from ecoformer.backends.hashing import HashFunctions, project, squared_distances, unit_length
 from ecoformer.hashing.base import Hasher, wide_dtype
 from ecoformer.hashing.pairs import SparseLabels, find_pairs
 from ecoformer.hashing.solver import FitOptions, learn_bits
 from ecoformer.operations import Counts, Operations, Product
+from ecoformer.ops.eager import squared_distances, unit_length
+from ecoformer.ops.hash_tokens import hash_tokens
 from ecoformer.randomness import forked
 
 MAX_BITS = 64
@@ -90,7 +91,14 @@ class KernelHasher(Hasher):
 
     def project(self, tokens: Tensor) -> Tensor:
         """g(Q) A, with a root mean square of about 1 on the tokens of `fit`."""
-        return project(tokens, self._functions())
+        return hash_tokens(*self._functions(tokens))
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        """Packed codes where no gradient is wanted."""
+        return hash_tokens(*self._functions(tokens), packed=True)
+
+    def _functions(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        return tokens, self.support_samples, self.mean, self.sigma, self.weight
 
     def operations(self, batch: int, tokens: int) -> Operations:
         """Kernels on the support samples and products with A. The paper counts no squares of distances."""
@@ -100,14 +108,6 @@ class KernelHasher(Hasher):
             Counts(mul=2 * m) * (rows * heads),
             Product(rows, m, self.bits, heads, right="weight"),
         ]
-
-    def functions(self) -> HashFunctions | None:
-        """Support samples, mean, widths and A."""
-        known = type(self).project is KernelHasher.project
-        return self._functions() if known and self._is_plain() else None
-
-    def _functions(self) -> HashFunctions:
-        return HashFunctions(self.support_samples, self.mean, self.sigma, self.weight)
 
     def draw(self, generator: torch.Generator) -> None:
         """Random support samples and weights; g(Q) A has mean 0 and root mean square 1 on random tokens."""

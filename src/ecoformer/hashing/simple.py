@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ecoformer.backends.hashing import Hyperplanes, Signs, project, unit_length
 from ecoformer.hashing.base import Hasher, wide_dtype
 from ecoformer.operations import Operations, Product
+from ecoformer.ops.eager import unit_length
 from ecoformer.randomness import seeded
 
 
@@ -54,12 +54,7 @@ class LshHasher(_DrawnHasher):
 
     def project(self, tokens: Tensor) -> Tensor:
         """Products of the unit tokens with the hyperplanes' normals."""
-        return project(tokens, Hyperplanes(self.planes))
-
-    def functions(self) -> Hyperplanes | None:
-        """The hyperplanes."""
-        known = type(self).project is LshHasher.project
-        return Hyperplanes(self.planes) if known and self._is_plain() else None
+        return unit_length(tokens) @ self.planes.to(tokens.dtype)
 
 
 class SignHasher(_DrawnHasher):
@@ -73,8 +68,8 @@ class SignHasher(_DrawnHasher):
             Fourier features of the unit tokens, cos(w x + p): the paper's transformation of queries and
             keys, binarised.
         seed: of the random features; None follows `torch.manual_seed`.
-        reach: width of the gradient's window, relative to the root mean square of a token's features, see
-            `sign_ste`; None passes the gradient where they are at most 1.
+        reach: gradients pass where a feature is at most this times the root mean square of the token's
+            features; None passes them where it is at most 1.
     """
 
     frequencies: Tensor
@@ -124,11 +119,14 @@ class SignHasher(_DrawnHasher):
     def project(self, tokens: Tensor) -> Tensor:
         """The features themselves."""
         if self.features == "channels":
-            return tokens[..., : self.bits]
+            return _scaled(tokens[..., : self.bits], self.reach)
         angles = unit_length(tokens) @ self.frequencies.to(tokens.dtype) + self.phases.to(tokens.dtype)
-        return math.sqrt(2) * torch.cos(angles)
+        return _scaled(math.sqrt(2) * torch.cos(angles), self.reach)
 
-    def functions(self) -> Signs | None:
-        """Signs of all channels, if their gradient has the reach that kernels know."""
-        known = type(self).project is SignHasher.project and self.features == "channels" and self.reach == 1
-        return Signs() if known and self.bits == self.head_dim and self._is_plain() else None
+
+def _scaled(y: Tensor, reach: float | None) -> Tensor:
+    """y over `reach` times its root mean square, which counts as a constant."""
+    if reach is None or not y.requires_grad:
+        return y
+    square = y.detach().square().mean(dim=-1, keepdim=True)
+    return torch.where(square.isinf(), 0, y) * (torch.where(square == 0, 1, square).rsqrt() / reach)

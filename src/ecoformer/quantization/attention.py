@@ -11,21 +11,13 @@ from torch.nn import functional as F
 
 from ecoformer.attention.eco import KEY_WEIGHT_GAIN, LARGEST_EXPONENT, HashedAttention, SharpEcoAttention
 from ecoformer.attention.local import LocalBranch, depthwise
-from ecoformer.backends.exported import attention as exported_attention
-from ecoformer.backends.exported import exporting
-from ecoformer.backends.fused import FusedCall
-from ecoformer.backends.hashing import Signs
-from ecoformer.backends.integer import (
-    LARGEST,
-    LEVEL_BITS,
-    integer_attention,
-    integer_levels,
-    integer_multiplier,
-    pack_signs,
-)
 from ecoformer.hashing import SignHasher
 from ecoformer.operations import Operations, Product
+from ecoformer.ops.exported import attention as exported_attention
+from ecoformer.ops.exported import exporting
+from ecoformer.ops.integer import LEVELS, integer_attention, integer_levels, integer_multiplier, pack_signs
 from ecoformer.quantization.layers import (
+    LARGEST,
     Grid,
     HasGrids,
     IntegerLinear,
@@ -70,7 +62,7 @@ class IntegerLocal(HasGrids, LocalBranch):
 
 
 class IntegerAttention(HasGrids, HashedAttention):
-    """`sharp_eco` in whole numbers: see `backends/integer.py` for the attention itself.
+    """`sharp_eco` in whole numbers: see `ops/integer.py` for the attention itself.
 
     One product gives the sums of codes, exponents and values. Codes are the signs of theirs. The exponent of
     a key's weight is found by comparing its sum with the 24 numbers where it changes. Values become int8 with
@@ -126,8 +118,7 @@ class IntegerAttention(HasGrids, HashedAttention):
         biases = [torch.zeros(len(x.weight)).to(x.weight) if x.bias is None else x.bias for x in linears]
         self.projection.fill(weight, torch.cat(biases), grid)
         affinity: Any = layer.affinity
-        scale, ratio = affinity().levels(self.bits, weight.new_empty(0, dtype=torch.float64))
-        self.levels.copy_(integer_levels(scale, ratio, self.levels.shape[2] - 1))
+        self.levels.copy_(integer_levels(affinity(self.bits)))
         self.set_grid("output", Grid(max(output, 1e-12) / LARGEST))
         # A head whose values are tiny next to the outputs of others adds nothing that int8 can show.
         self.value_scale.copy_(torch.maximum(values / LARGEST, self.output_scale / 200))
@@ -216,10 +207,11 @@ class IntegerAttention(HasGrids, HashedAttention):
         steps = self.value_scale.repeat_interleave(self.head_dim)
         values = dequantized(part(sum(self.parts[:2]), self.dim, 1 / steps), Grid(1.0))
         v = self._heads(values, x)
-        levels = self.levels.float() / (1 << LEVEL_BITS)
-        scale, ratio = levels[..., 0], levels[..., 1] / levels[..., 0].clamp_min(1e-30)
-        tensors = (q, k, v, key_padding_mask, weight, Signs(), None, scale, ratio, None)
-        out = exported_attention(FusedCall(*tensors, 0.0, False), self.value_scale)
+        if key_padding_mask is not None:
+            seen = ~key_padding_mask.unsqueeze(1)
+            weight = seen.float() if weight is None else torch.where(seen, weight, 0)
+        levels = self.levels.float() / LEVELS
+        out = exported_attention(q, k, v, levels, weight, self.bits, self.value_scale)
         out = out.squeeze(1) if heads == 1 else out.transpose(1, 2).flatten(2)
         if self.local is not None:
             out = out + self.local(values.view(x.shape), key_padding_mask, False, grid, prefix)

@@ -18,9 +18,11 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from ecoformer.arguments import shape
-from ecoformer.backends.eager import full_precision
-from ecoformer.backends.exported import exporting
-from ecoformer.backends.integer import LARGEST
+from ecoformer.ops.eager import full_precision
+from ecoformer.ops.exported import exporting
+
+LARGEST = 127
+"""Of int8 values."""
 
 LOWEST, HIGHEST = -128, 127
 MOST_INPUTS = 1 << 16

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 from ecoformer.arguments import one_line
 from ecoformer.attention.eco import SharpEcoAttention
-from ecoformer.backends.integer import LARGEST
 from ecoformer.conversion.convert import put, unwrapped
 from ecoformer.conversion.layers import kind_of
 from ecoformer.conversion.learning import relative_mse
@@ -25,6 +24,7 @@ from ecoformer.hashing.kernel import MAX_BITS
 from ecoformer.quantization.attention import IntegerAttention
 from ecoformer.quantization.layers import (
     HIGHEST,
+    LARGEST,
     LOWEST,
     MOST_INPUTS,
     Grid,

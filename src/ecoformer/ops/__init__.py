@@ -1,0 +1,1 @@
+"""Hashed attention: one operator, and kernels for it."""
