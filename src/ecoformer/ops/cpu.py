@@ -162,21 +162,34 @@ def _run(task: int, given: tuple[Tensor | None, ...], bits: int, more: dict[str,
     mixing = torch.empty(f.shape[0] * (groups * values * values + 1))
     # In full order the first piece of a row knows the sums of all.
     pairs = torch.zeros(batch, heads, pieces if task & _BACKWARD else 0, groups, values, values)
-    packed = [x is not None and not x.is_floating_point() for x in (q, k)]
-    outputs = ("out", "own", "below", "dq", "dk", "dv")
-    refused = call(
-        "ecoformer_run",
-        *(task, heads, rows, nq, nk, bits, groups, size, d, f.shape[0], f.ndim == 4, pieces, members),
-        *(0 if p else _at(x) for x, p in zip((q, k), packed, strict=True)),
-        *(_at(x) for x in (v, f, weight)),
-        *(_at(x) if p else 0 for x, p in zip((q, k), packed, strict=True)),
-        *(_at(x) for x in (state, more.get("grad"), more.get("grad_own"))),
-        *(_at(more.get(name)) for name in outputs),
-        *(_at(x) for x in (pairs if pairs.numel() else None, more.get("dw"), more.get("dstate"))),
-        *(step for x in (q, k, v, more["out"], more.get("grad")) for step in _steps(x, 3)),
-        *((0, 0) if weight is None else (weight.stride(0), weight.stride(1) * (weight.shape[1] > 1))),
-        *(_at(partial), _at(mixing), 0, 0),
+    pairs_or_none, get = (pairs if pairs.numel() else None), more.get
+    numbers = [
+        task,
+        heads,
+        rows,
+        nq,
+        nk,
+        bits,
+        groups,
+        size,
+        d,
+        f.shape[0],
+        int(f.ndim == 4),
+        pieces,
+        members,
+    ]
+    float_q, float_k = (
+        q if q.is_floating_point() else None,
+        k if k is not None and k.is_floating_point() else None,
     )
+    inputs = (float_q, float_k, v, f, weight, q if float_q is None else None, k if float_k is None else None)
+    outputs = (get("out"), get("own"), get("below"), get("dq"), get("dk"), get("dv"), pairs_or_none)
+    tensors = (*inputs, state, get("grad"), get("grad_own"), *outputs, get("dw"), get("dstate"))
+    numbers += [0 if x is None else x.data_ptr() for x in tensors]
+    for x in (q, k, v, get("out"), get("grad")):
+        numbers += (0, 0, 0) if x is None else x.stride()[:3]
+    numbers += (0, 0) if weight is None else (weight.stride(0), weight.stride(1) * (weight.shape[1] > 1))
+    refused = call("ecoformer_run", *numbers, partial.data_ptr(), mixing.data_ptr(), 0, 0)
     if refused:
         raise ValueError(NEGATIVE.format(tuple(f.shape)))
     return pairs.sum((0, 2))
@@ -186,12 +199,10 @@ def _hash(x: Tensor, functions: tuple[Tensor, ...], **more: Tensor) -> None:
     x, functions = _plain(x), tuple(p.float().contiguous() for p in functions)
     (batch, heads, n, d), (samples, bits) = x.shape, functions[3].shape[1:]
     members = threads(batch * heads * n * (d + bits) * samples // 20)
-    call(
-        "ecoformer_hash",
-        *(heads, batch * heads, n, d, samples, bits, members, _at(x), *map(_at, functions)),
-        *(_at(more.get(name)) for name in ("grad", "y", "dx", "dweight", "codes")),
-        *(*_steps(x, 3), 0, 0, 0, 0),
-    )
+    numbers = [heads, batch * heads, n, d, samples, bits, members, x.data_ptr()]
+    tensors = (*functions, *(more.get(name) for name in ("grad", "y", "dx", "dweight", "codes")))
+    numbers += [0 if x is None else x.data_ptr() for x in tensors]
+    call("ecoformer_hash", *numbers, *x.stride()[:3], 0, 0, 0, 0)
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -200,11 +211,3 @@ def _plain(x: Tensor) -> Tensor:
         return x.to(torch.int64)
     x = x.float()
     return x if x.stride(-1) == 1 or x.ndim < 2 else x.contiguous()
-
-
-def _at(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
-def _steps(x: Tensor | None, count: int) -> tuple[int, ...]:
-    return (0,) * count if x is None else x.stride()[:count]
