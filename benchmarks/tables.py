@@ -467,7 +467,8 @@ def draw(path: Path) -> None:
             ms = [timed[tokens][key] for tokens in lengths]
             right.plot(lengths, ms, marker="o", markersize=4, color=colour)
             right.annotate(label, (lengths[-1], ms[-1]), (6, -3), textcoords="offset points", color=colour)
-        title = f"Attention of 8 heads, {measured['threads']} CPU threads, ms"
+        threads = "one CPU thread" if measured["threads"] == 1 else f"{measured['threads']} CPU threads"
+        title = f"Attention of 8 heads, {threads}, ms"
         right.set(title=title, xlabel="tokens", xlim=(50, 300_000))
         right.set_xticks(lengths[::2], [f"{n:,}" for n in lengths[::2]])
         for axes in (left, right):
