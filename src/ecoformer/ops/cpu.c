@@ -765,12 +765,12 @@ CLONES void ecoformer_work(void *data) {
     int groups = (int)c->groups, size = (int)c->size, d = (int)c->d;
     size_t floats = 3 * TABLE + 2 * (d + 1) * ROWS + (TILE + 2) * ROWS + LANES + (size_t)SPAN * d;
     float *scratch = aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
-    // Fewer copies compile sooner: the last task gains little from constants.
-    int common = groups == 4 && size == 4 && c->task != (CAUSAL | BACKWARD);
-    if (common && d == 32)
+    // Fewer copies compile sooner: the last task gains little from a constant d.
+    int common = groups == 4 && size == 4;
+    if (common && d == 32 && c->task != (CAUSAL | BACKWARD))
         work(c, 0, scratch, 4, 4, 32);
     else if (common)
-        work(c, 0, scratch, 4, 4, d);
+        work(c, 1, scratch, 4, 4, d);
     else
         work(c, 1, scratch, SAME);
     free(scratch);
